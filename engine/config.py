@@ -1,0 +1,182 @@
+"""All settings: one frozen tree, validated once.
+
+`load_config` merges, weakest first: defaults, a YAML mapping, `PAGEDRAY_*` environment variables, explicit overrides
+(command-line flags). Field names are unique over all leaves, so a flag is `--field-name` and a variable is
+`PAGEDRAY_FIELD_NAME`. It is the only reader of the environment; actors get their leaf as an argument. What is learned at
+run time is `EngineFacts`, not a write into this tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pagedray.engine.errors import ConfigError
+
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Leaf(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Leaf):
+    model: str = Field(EMBEDDED_MODEL, description="Checkpoint directory, GGUF file, hub id, or the embedded default.")
+    served_model_name: tuple[str, ...] = Field((), description="Names clients may use; default: the model as given.")
+    revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
+    dtype: Dtype = Field("auto", description="Type of weights and KV cache. auto: the checkpoint's, float32 for GGUF.")
+    max_model_len: int | None = Field(
+        None, ge=2, description="Most tokens of one sequence, prompt and output. Default: the model's, capped by the KV cache."
+    )
+    chat_template: str | None = Field(None, description="File with a Jinja chat template that replaces the model's.")
+
+
+class CacheConfig(Leaf):
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
+    kv_cache_memory_bytes: int | None = Field(None, ge=1, description="Bytes of the KV cache. CPU default: 1 GiB.")
+    num_kv_blocks: int | None = Field(None, ge=2, description="Blocks of the KV cache; overrides kv_cache_memory_bytes.")
+    enable_prefix_caching: bool = Field(True, description="Share KV blocks of equal prompt beginnings.")
+
+
+class SchedulerConfig(Leaf):
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences computed in one step.")
+    max_num_batched_tokens: int = Field(1024, ge=1, description="Most tokens computed in one step.")
+    prefill_chunk_tokens: int | None = Field(
+        None, ge=1, description="Most prompt tokens of one sequence in one step. Default: what the step's budget leaves."
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order of the waiting queue.")
+    max_queued_requests: int = Field(1024, ge=1, description="Waiting sequences beyond which requests get 429; n counts n.")
+    max_queued_tokens: int = Field(4_000_000, ge=1, description="Waiting prompt tokens beyond which requests get 429.")
+    run_ahead: int = Field(2, ge=1, le=4, description="Steps planned before the oldest one's tokens are known, itself included.")
+
+
+class WorkerConfig(Leaf):
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
+    attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = Field(
+        "auto", description="Attention kernel. A forced one that can't run fails at start."
+    )
+    cpu_threads: int | None = Field(None, ge=1, description="Threads of a CPU worker. Default: the cores it may use.")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer.")
+    pipeline_parallel_size: int = Field(1, ge=1, description="GPUs that share the stack of layers.")
+
+
+class FailureConfig(Leaf):
+    step_timeout_s: float = Field(120.0, gt=0, description="A step that takes longer counts as a dead worker.")
+    stall_threshold_s: float = Field(20.0, gt=0, description="With work and no finished step for so long, health is 503.")
+    client_timeout_s: float = Field(20.0, gt=0, description="Requests of an ingress that has not polled for so long are aborted.")
+    start_timeout_s: float = Field(600.0, gt=0, description="Longest start of an engine replica.")
+    resubmit_timeout_s: float = Field(60.0, gt=0, description="How long an ingress waits for an engine to move requests to.")
+
+
+class ServerConfig(Leaf):
+    host: str = Field("127.0.0.1", description="Address to listen on (HAProxy mode listens on all).")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port.")
+    num_ingress_replicas: int = Field(1, ge=1, description="Ingress processes.")
+    num_engine_replicas: int = Field(1, ge=1, description="Engine replicas, each with its own copy of the model.")
+    haproxy: bool = Field(True, description="Use Serve's HAProxy mode; off: Serve's Python proxy.")
+    max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest request body; beyond it 413.")
+    log_stats_interval_s: float = Field(10.0, gt=0, description="Seconds between throughput lines while there is work.")
+
+
+class Config(Leaf):
+    """The whole tree. Cross-field checks live here and name both fields."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    worker: WorkerConfig = WorkerConfig()
+    failure: FailureConfig = FailureConfig()
+    server: ServerConfig = ServerConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        sched, worker = self.scheduler, self.worker
+        if sched.max_num_batched_tokens < sched.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({sched.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({sched.max_num_seqs}): each running sequence needs one token a step"
+            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(worker, name) != 1:
+                raise ValueError(f"{name} must be 1 in this version; raise num_engine_replicas to use more devices")
+        return self
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine learned while it started; everything an ingress needs to check requests against it."""
+
+    model_names: tuple[str, ...]  # names clients may use, the first is canonical
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int  # without the null block
+    block_groups: tuple[int | None, ...]  # sliding window of each block group, None: full attention
+    kv_capacity_tokens: int  # the most tokens one sequence alone can hold
+    eos_ids: tuple[int, ...]
+    enable_prefix_caching: bool
+    dtype: str
+    device: str
+    attention_backend: str
+    attention_backend_reason: str
+    engine_id: str = ""  # new for each start of an engine
+    start_phases: tuple[tuple[str, float], ...] = ()  # name, seconds, in order
+
+
+def leaves() -> dict[str, type[Leaf]]:
+    """Leaf name → its class, in the order of the tree."""
+    return {name: field.annotation for name, field in Config.model_fields.items() if isinstance(field.annotation, type)}
+
+
+def load_config(
+    tree: Mapping[str, Any] | str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Build the configuration.
+
+    Args:
+        tree: nested mapping {leaf: {field: value}}, or its YAML text; flat {field: value} pairs may be mixed in.
+        overrides: flat {field: value}, strongest; None values are skipped.
+        environ: environment variables, of which `PAGEDRAY_FIELD_NAME` are read.
+
+    Raises:
+        ConfigError: unknown names, bad values, or values that don't go together.
+    """
+    owner = {field: leaf for leaf, cls in leaves().items() for field in cls.model_fields}
+    merged: dict[str, dict[str, Any]] = {leaf: {} for leaf in leaves()}
+
+    def put(field: str, value: Any, origin: str) -> None:
+        if field not in owner:
+            raise ConfigError(f"{origin}: unknown setting {field!r}; known: {', '.join(sorted(owner))}")
+        merged[owner[field]][field] = value
+
+    given = yaml.safe_load(tree) if isinstance(tree, str) else tree
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"the configuration must be a mapping, got {type(given).__name__}")
+    for name, value in (given or {}).items():
+        if isinstance(value, Mapping) and name in merged:
+            for field, inner in value.items():
+                if owner.get(field) != name:
+                    known = ", ".join(sorted(leaves()[name].model_fields))
+                    raise ConfigError(f"{name}: unknown setting {field!r}; known: {known}")
+                put(field, inner, name)
+        else:
+            put(name, value, "configuration")
+    for variable, text in (environ or {}).items():
+        field = variable.removeprefix("PAGEDRAY_").lower()
+        if variable.startswith("PAGEDRAY_") and field in owner:
+            put(field, yaml.safe_load(text), variable)
+    for field, value in (overrides or {}).items():
+        if value is not None:
+            put(field, value, "--" + field.replace("_", "-"))
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        lines = [f"{'.'.join(str(p) for p in e['loc']) or 'configuration'}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("; ".join(lines)) from error

@@ -1,0 +1,75 @@
+"""What a model is, in numbers: read from a checkpoint's config, used by layers, KV cache and scheduler. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding. `kind` is the checkpoint's rope_type; fields that a kind doesn't use keep their defaults."""
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_context: int = 0  # llama3, yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
+    partial: float = 1.0  # share of head_dim that is rotated
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    architecture: str  # Hugging Face class name, e.g. "LlamaForCausalLM"
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int  # tokens
+    norm_eps: float
+    tie_embeddings: bool
+    activation: Activation
+    attention_bias: bool  # on q, k and v
+    attention_out_bias: bool
+    mlp_bias: bool
+    rope: RopeSpec
+    rope_local: RopeSpec | None  # for sliding-window layers where they differ (Gemma 3)
+    windows: tuple[int | None, ...]  # per layer: sliding window in tokens, itself included; None: full attention
+    attention_scale: float  # multiplies q·k
+    attention_softcap: float | None
+    logits_softcap: float | None
+    embedding_scale: float  # multiplies token embeddings (Gemma: sqrt(hidden))
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    dtype: str  # the checkpoint's: "float32", "bfloat16", "float16"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share one block table. Slot i of a block's page holds K and V of layers[i]."""
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+def layer_groups(windows: tuple[int | None, ...]) -> tuple[LayerGroup, ...]:
+    """Split layers by attention type into groups of equal size, so that one pool of equal pages serves all groups.
+
+    The size is that of the smallest type; a larger type gets several groups, the last one perhaps short. Full attention
+    comes first, then windows in ascending order.
+    """
+    types = sorted(set(windows), key=lambda w: (w is not None, w or 0))
+    members = {t: [i for i, w in enumerate(windows) if w == t] for t in types}
+    size = min(len(layers) for layers in members.values())
+    return tuple(
+        LayerGroup(t, tuple(members[t][i : i + size])) for t in types for i in range(0, len(members[t]), size)
+    )
