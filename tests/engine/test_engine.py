@@ -1,0 +1,187 @@
+"""The engine's loop over a fake worker: tokens, abort, silent clients, health, failure."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from pagedray.engine.config import Config, load_config
+from pagedray.engine.engine import Engine
+from pagedray.engine.errors import EngineDead, EngineUnavailable, Overloaded
+from pagedray.engine.executor import LocalExecutor
+from pagedray.engine.generation import GenerationParams, make_requests
+from pagedray.engine.messages import Request, RequestUpdate
+from tests.fakes import FakeWorker, SlowFakeWorker, greedy
+
+
+class Rig:
+    """An engine on a clock that the test moves."""
+
+    def __init__(self, worker_class: type[FakeWorker] = FakeWorker, **settings: object):
+        self.now_s = 1000.0
+        self.config: Config = load_config(overrides={"num_kv_blocks": 64, "block_size": 4, **settings})
+        self.worker = worker_class(self.config)
+        self.facts = self.worker.load()
+        self.engine = Engine(self.config, self.facts, LocalExecutor(self.worker), clock=lambda: self.now_s)
+        self.ack = 0
+
+    def requests(self, name: str, prompt: list[int], client: str = "c", **params: object) -> tuple[Request, ...]:
+        return make_requests(prompt, GenerationParams(**params), self.facts, request_id=name, client_id=client)  # type: ignore[arg-type]
+
+    async def collect(self, *ids: str, client: str = "c") -> dict[str, list[RequestUpdate]]:
+        """Poll until each of `ids` has ended."""
+        got: dict[str, list[RequestUpdate]] = {i: [] for i in ids}
+        while not all(updates and updates[-1].finish_reason for updates in got.values()):
+            batch = await self.engine.poll(client, self.ack, 5.0)
+            self.ack = batch.seq
+            for update in batch.updates:
+                got[update.request_id].append(update)
+        return got
+
+
+def with_engine(rig: Rig, body: Callable[[], Awaitable[None]]) -> None:
+    async def go() -> None:
+        running = asyncio.ensure_future(rig.engine.run())
+        try:
+            await asyncio.wait_for(body(), 30)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(go())
+
+
+def tokens(updates: list[RequestUpdate]) -> list[int]:
+    out: list[int] = []
+    for update in updates:
+        assert update.first == len(out)
+        out += update.token_ids
+    return out
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2, 3, 4])
+def test_tokens_are_those_of_the_plain_loop(run_ahead: int) -> None:
+    rig = Rig(run_ahead=run_ahead)
+
+    async def body() -> None:
+        rig.engine.submit(rig.requests("a", [1, 2, 3], max_tokens=9) + rig.requests("b", [7] * 10, max_tokens=5))
+        got = await rig.collect("a-0", "b-0")
+        assert tokens(got["a-0"]) == greedy([1, 2, 3], 9)
+        assert tokens(got["b-0"]) == greedy([7] * 10, 5)
+        assert got["a-0"][-1].finish_reason == "length"
+        stats = rig.engine.stats()
+        assert stats.generated_tokens == 14
+        assert stats.prompt_tokens == 13
+        assert stats.finished == {"length": 2}
+        assert stats.scheduler.num_used_blocks == 0
+
+    with_engine(rig, body)
+
+
+def test_a_request_that_arrives_while_steps_are_in_flight_is_served() -> None:
+    rig = Rig(SlowFakeWorker, run_ahead=2)
+
+    async def body() -> None:
+        rig.engine.submit(rig.requests("a", [1], max_tokens=20))
+        first = await rig.engine.poll("c", 0, 5.0)
+        rig.engine.submit(rig.requests("b", [2], max_tokens=2))
+        rig.ack = first.seq
+        got = await rig.collect("a-0", "b-0")
+        assert tokens(got["b-0"]) == greedy([2], 2)
+
+    with_engine(rig, body)
+
+
+def test_abort_frees_the_blocks_and_sends_nothing_more() -> None:
+    rig = Rig(SlowFakeWorker)
+
+    async def body() -> None:
+        rig.engine.submit(rig.requests("a", [1] * 8, max_tokens=100))
+        batch = await rig.engine.poll("c", 0, 5.0)
+        rig.engine.abort(["a-0", "unknown"])
+        assert rig.engine.stats().scheduler.num_used_blocks == 0
+        rest = await rig.engine.poll("c", batch.seq, 0.2)
+        assert not any(update.finish_reason for update in rest.updates)
+        assert rig.engine.stats().finished == {"abort": 1}
+
+    with_engine(rig, body)
+
+
+def test_requests_of_a_client_that_stopped_polling_are_ended_and_it_is_told() -> None:
+    rig = Rig(SlowFakeWorker, client_timeout_s=5)
+
+    async def body() -> None:
+        rig.engine.submit(rig.requests("a", [1], client="gone", max_tokens=100))
+        rig.engine.submit(rig.requests("b", [2], client="c", max_tokens=3))
+        await rig.engine.poll("gone", 0, 5.0)
+        rig.now_s += 6
+        poll = asyncio.ensure_future(rig.collect("b-0"))
+        got = await poll
+        assert tokens(got["b-0"]) == greedy([2], 3)
+        assert rig.engine.stats().finished == {"abort": 1, "length": 1}
+        last = (await rig.engine.poll("gone", 1, 1.0)).updates[-1]
+        assert last.finish_reason == "abort"
+        assert "polled" in (last.error or "")
+
+    with_engine(rig, body)
+
+
+def test_a_full_queue_refuses_all_choices_of_a_request() -> None:
+    rig = Rig(SlowFakeWorker, max_queued_requests=3, max_num_seqs=1)
+
+    async def body() -> None:
+        rig.engine.submit(rig.requests("a", [1], n=3, max_tokens=2))
+        with pytest.raises(Overloaded):
+            rig.engine.submit(rig.requests("b", [1], n=4, max_tokens=2))
+        assert rig.engine.stats().rejected == 4
+        await rig.collect("a-0", "a-1", "a-2")
+
+    with_engine(rig, body)
+
+
+def test_health_fails_when_there_is_work_and_no_progress() -> None:
+    rig = Rig(SlowFakeWorker, stall_threshold_s=10)
+
+    async def body() -> None:
+        rig.now_s += 100
+        rig.engine.health()  # idle for long is healthy
+        rig.engine.submit(rig.requests("a", [1], max_tokens=50))
+        rig.engine.health()
+        rig.now_s += 11
+        with pytest.raises(EngineUnavailable, match="no step has finished"):
+            rig.engine.health()
+        await rig.engine.poll("c", 0, 5.0)
+        rig.engine.health()
+
+    with_engine(rig, body)
+
+
+def test_a_failed_step_kills_the_engine_and_everybody_is_told() -> None:
+    rig = Rig(SlowFakeWorker)
+    rig.worker.fail_at_step = 5
+
+    async def body() -> None:
+        rig.engine.submit(rig.requests("a", [1], max_tokens=100))
+        with pytest.raises(EngineDead, match="injected"):
+            await rig.collect("a-0")
+        with pytest.raises(EngineDead):
+            rig.engine.submit(rig.requests("b", [1], max_tokens=1))
+        with pytest.raises(EngineDead):
+            rig.engine.health()
+
+    with_engine(rig, body)
+
+
+def test_draining_refuses_new_requests_and_ends_after_the_last() -> None:
+    rig = Rig(SlowFakeWorker)
+
+    async def body() -> None:
+        rig.engine.submit(rig.requests("a", [1], max_tokens=3))
+        drained = asyncio.ensure_future(rig.engine.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineUnavailable):
+            rig.engine.submit(rig.requests("b", [1], max_tokens=3))
+        assert tokens((await rig.collect("a-0"))["a-0"]) == greedy([1], 3)
+        await drained
+
+    with_engine(rig, body)
