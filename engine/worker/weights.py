@@ -1,0 +1,121 @@
+"""Fills a model's parameters from its checkpoint, one memory-mapped tensor at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from pagedray.engine.checkpoint import Checkpoint
+from pagedray.engine.errors import ConfigError, UnsupportedModel
+from pagedray.engine.gguf_model import GgufModel
+
+log = logging.getLogger(__name__)
+
+
+class LoadableModel(Protocol):
+    def weight_slots(self) -> dict[str, Tensor]: ...
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A tensor in the checkpoint. `read` may return a view of the mapped file: copy from it, don't keep it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+    read: Callable[[], Tensor]
+
+
+@torch.inference_mode()
+def load_weights(model: LoadableModel, checkpoint: Checkpoint, device: torch.device) -> None:
+    """Copy every tensor of the checkpoint into its slot, converting to the slot's dtype.
+
+    Args:
+        device: where the slots are, for the log line.
+
+    Raises:
+        UnsupportedModel: naming the tensors that are missing, unexpected, or have another shape or type.
+        ConfigError: a file can't be read.
+    """
+    slots = model.weight_slots()
+    started_s = time.monotonic()
+    with contextlib.ExitStack() as files:
+        stored = _gguf_tensors(checkpoint.gguf) if checkpoint.gguf else _safetensors(checkpoint, files)
+        _check(stored, slots, checkpoint.name)
+        wanted = {name: stored[name] for name in stored if name in slots}
+        total_gib = sum(tensor.num_bytes for tensor in wanted.values()) / 2**30
+        with tqdm(
+            total=total_gib,
+            desc=f"loading {checkpoint.name}",
+            bar_format="{desc} {percentage:3.0f}%|{bar:30}| {n:.2f}/{total:.2f} GiB in {elapsed_s:.1f} s",
+            disable=not sys.stderr.isatty(),
+        ) as bar:
+            for name, tensor in wanted.items():
+                slots[name].copy_(tensor.read())
+                bar.update(tensor.num_bytes / 2**30)
+    seconds = time.monotonic() - started_s
+    log.info("weights loaded tensors=%d gib=%.2f seconds=%.1f device=%s", len(wanted), total_gib, seconds, device)
+
+
+def _gguf_tensors(gguf: GgufModel) -> dict[str, _Stored]:
+    def read(name: str) -> Tensor:
+        return torch.from_numpy(gguf.read(name))
+
+    return {
+        name: _Stored(gguf.shape(name), torch.float32, gguf.num_bytes(name), functools.partial(read, name))
+        for name in gguf.names
+    }
+
+
+def _safetensors(checkpoint: Checkpoint, files: contextlib.ExitStack) -> dict[str, _Stored]:
+    stored = {}
+    for path in checkpoint.weight_files():
+        try:
+            file = files.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} can't be read as safetensors, is it complete? ({error})") from error
+        for name in file.keys():  # noqa: SIM118 - it is no dict
+            mapped = file.get_tensor(name)  # a view of the mapped file: nothing is read yet
+            stored[name] = _Stored(tuple(mapped.shape), mapped.dtype, mapped.nbytes, functools.partial(_same, mapped))
+    return stored
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _check(stored: dict[str, _Stored], slots: dict[str, Tensor], name: str) -> None:
+    # a tied head may be stored beside the embedding; inverse frequencies are computed from the config
+    unexpected = [n for n in stored if n not in slots and n != "lm_head.weight" and not n.endswith(".inv_freq")]
+    both = [(n, stored[n], slots[n]) for n in slots if n in stored]
+    problems = {
+        "missing": [n for n in slots if n not in stored],
+        "unexpected": unexpected,
+        "wrong shape": [
+            f"{n} is {t.shape}, the config says {tuple(slot.shape)}"
+            for n, t, slot in both
+            if t.shape != tuple(slot.shape)
+        ],
+        "quantized": [f"{n} is {t.dtype}" for n, t, _ in both if t.dtype not in _DTYPES],
+    }
+    found = [f"{what}: {_some(names)}" for what, names in problems.items() if names]
+    if found:
+        raise UnsupportedModel(f"the tensors of {name} don't fit its config; {'; '.join(found)}")
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
