@@ -1,0 +1,20 @@
+"""Settings of the whole suite; fixtures stand in the folder whose tests use them."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# No test may depend on a model hub, whatever the machine can reach; set before huggingface_hub is imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A busy machine must not fail a test, so Hypothesis judges results and never their speed. In CI its own profile makes
+# the examples the same in every run.
+settings.register_profile(
+    "pagedray",
+    settings.get_profile("ci" if os.environ.get("CI") else "default"),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("pagedray")

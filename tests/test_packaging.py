@@ -1,0 +1,94 @@
+"""What a wheel holds. An editable install finds every file, so only this tells that an installed pagedray is whole."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("kernels", "engine", "serving", "deployments")
+DATA = ("py.typed", "*.yaml", "*.cu", "*.cuh")
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """Builds as pip would, without an index: setuptools is installed by `make setup`."""
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    out.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out)], cwd=source, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (built,) = out.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged, so that nothing left in build/ by earlier runs gets in and nothing is left there."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("*.md"), ROOT / "LICENSE"]:
+        shutil.copy(path, tree / path.name)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", tree, tmp_path_factory.mktemp("built") / "wheel")
+
+
+def packaged_files() -> set[str]:
+    patterns = ("*.py", *DATA)
+    found = {path for name in PACKAGES for pattern in patterns for path in (ROOT / name).rglob(pattern)}
+    return {f"pagedray/{path.relative_to(ROOT).as_posix()}" for path in found}
+
+
+def contents(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path) -> None:
+    expected = packaged_files()
+    assert {f"pagedray/{name}/py.typed" for name in PACKAGES} <= expected
+    assert "pagedray/deployments/serve.yaml" in expected
+    assert {name for name in contents(wheel) if ".dist-info/" not in name} == expected
+
+
+def test_the_wheel_names_its_command_and_license(wheel: Path) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    info = f"pagedray-{version}.dist-info"
+    assert f"{info}/licenses/LICENSE" in contents(wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        assert "pagedray = pagedray.deployments.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+
+
+def test_the_unpacked_wheel_is_importable(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import pagedray.engine.config, pagedray.kernels
+print(pagedray.engine.config.__file__)
+print(list(pagedray.kernels.__path__)[0])
+"""
+    command = [sys.executable, "-I", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / "pagedray/engine/config.py"), str(tmp_path / "pagedray/kernels")]
+
+
+def test_a_source_distribution_builds_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", tree, tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("pagedray-*")
+    assert contents(build("wheel", unpacked, tmp_path / "wheel")) == contents(wheel)
