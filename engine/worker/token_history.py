@@ -1,0 +1,106 @@
+"""Distinct tokens of the rows that have penalties, with their output counts. Other rows take no memory here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from pagedray.kernels.penalties import apply_penalties
+
+FIRST_SLOTS = 4
+FIRST_WIDTH = 256
+
+
+class TokenHistory:
+    """A slot per row with penalties: ids and counts [slots, width], of which the first num_unique [slots] are used.
+
+    A sampled token is counted on the device, because the next step may be planned before the host has seen it. So the
+    host only knows a bound of num_unique: what was there at the start and one more per sampled token.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.ids = torch.zeros((0, FIRST_WIDTH), dtype=torch.int64, device=device)
+        self.counts = torch.zeros((0, FIRST_WIDTH), dtype=torch.int32, device=device)
+        self.num_unique = torch.zeros(0, dtype=torch.int64, device=device)
+        self._slots: dict[int, int] = {}  # row → slot
+        self._free: list[int] = []
+        self._bounds: list[int] = []  # by slot: num_unique is at most this
+
+    def add(self, row: int, seen: Iterable[int], output: Iterable[int]) -> None:
+        """Take a slot for `row`.
+
+        Args:
+            seen: prompt tokens, for the repetition penalty; empty when the row has none.
+            output: tokens generated so far.
+        """
+        if not self._free:
+            self._add_slots(max(FIRST_SLOTS, len(self._bounds)))
+        slot = self._slots[row] = self._free.pop()
+        counts = Counter(output)
+        for token_id in seen:
+            counts.setdefault(token_id, 0)
+        self._bounds[slot] = len(counts)
+        self._widen(len(counts))
+        self.ids[slot, 0] = self.counts[slot, 0] = 0  # what an empty history shows: token 0, never counted
+        self.num_unique[slot] = len(counts)
+        self.ids[slot, : len(counts)] = torch.tensor(list(counts), dtype=torch.int64)
+        self.counts[slot, : len(counts)] = torch.tensor(list(counts.values()), dtype=torch.int32)
+
+    def free(self, row: int) -> None:
+        slot = self._slots.pop(row, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def slots(self, rows: Sequence[int]) -> list[int]:
+        return [self._slots[row] for row in rows]
+
+    def penalise(self, logits: Tensor, at: Tensor, slots: list[int], penalties: Tensor) -> None:
+        """Change rows `at` of logits; penalties [E, 3] float32: repetition, presence, frequency."""
+        width = max(1, max(self._bounds[slot] for slot in slots))
+        index = torch.tensor(slots, device=self.device)
+        apply_penalties(
+            logits,
+            at,
+            self.ids[index, :width],
+            self.counts[index, :width],
+            self.num_unique[index],
+            *penalties.unbind(1),
+        )
+
+    def count(self, slots: list[int], tokens: Tensor) -> None:
+        """Add one output token [E] to each slot."""
+        for slot in slots:
+            self._bounds[slot] += 1
+        width = max(self._bounds[slot] for slot in slots)
+        self._widen(width)
+        index = torch.tensor(slots, device=self.device)
+        num_unique = self.num_unique[index].unsqueeze(1)
+        column = torch.arange(width, device=self.device)
+        token = tokens.unsqueeze(1)
+        is_same = (self.ids[index, :width] == token) & (column < num_unique)
+        is_new = ~is_same.any(1, keepdim=True)
+        is_next = is_new & (column == num_unique)
+        ids = torch.where(is_next, token, self.ids[index, :width])
+        counts = torch.where(is_next, 1, self.counts[index, :width] + is_same)
+        self.ids[index, :width] = ids
+        self.counts[index, :width] = counts.to(torch.int32)
+        self.num_unique[index] += is_new.squeeze(1)
+
+    def _add_slots(self, number: int) -> None:
+        first = len(self._bounds)
+        self.ids = torch.cat((self.ids, self.ids.new_zeros((number, self.ids.shape[1]))))
+        self.counts = torch.cat((self.counts, self.counts.new_zeros((number, self.counts.shape[1]))))
+        self.num_unique = torch.cat((self.num_unique, self.num_unique.new_zeros(number)))
+        self._bounds += [0] * number
+        self._free += range(first, first + number)
+
+    def _widen(self, width: int) -> None:
+        grow = width - self.ids.shape[1]
+        if grow > 0:
+            grow = max(grow, self.ids.shape[1])  # doubling: a long answer is copied a few times, not at every step
+            self.ids = torch.nn.functional.pad(self.ids, (0, grow))
+            self.counts = torch.nn.functional.pad(self.counts, (0, grow))
