@@ -30,3 +30,71 @@ def hash_blocks(token_ids: Seq[int], block_size: int, salt: str = "") -> tuple[b
         parent = hash_block(parent, token_ids[end - block_size : end])
         hashes.append(parent)
     return tuple(hashes)
+
+
+class PrefixCache:
+    """Block hash → block id, one map per block group. Knows nothing of who holds a block: that is BlockPool's.
+
+    A block stays findable while it is held and, once freed, until it is given out again.
+    """
+
+    def __init__(self, block_size: int, windows: tuple[int | None, ...]):
+        self._block_size = block_size
+        self._windows = windows
+        self._blocks: tuple[dict[bytes, int], ...] = tuple({} for _ in windows)
+        self._keys: dict[int, tuple[int, bytes]] = {}  # block → group, hash
+
+    def knows(self, block: int) -> bool:
+        return block in self._keys
+
+    def insert(self, group: int, block_hash: bytes, block: int) -> None:
+        """Make `block` findable, unless another block with the same content already is."""
+        if block_hash not in self._blocks[group]:
+            self._blocks[group][block_hash] = block
+            self._keys[block] = group, block_hash
+
+    def forget(self, block: int) -> None:
+        group, block_hash = self._keys.pop(block)
+        del self._blocks[group][block_hash]
+
+    def first_seen(self, group: int, position: int) -> int:
+        """Index of the first block that a token at `position` attends to."""
+        window = self._windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self._block_size
+
+    def hit_length(self, hashes: Seq[bytes], limit: int) -> int:
+        """Most leading blocks, up to `limit`, that need not be computed.
+
+        The next position must find all it attends to: a full-attention group needs every block, a window group only
+        those in the window of that position.
+        """
+        length = min(limit, len(hashes))
+        for group, window in enumerate(self._windows):
+            if window is None:
+                blocks = self._blocks[group]
+                length = next((i for i in range(length) if hashes[i] not in blocks), length)
+        while length:
+            missing = self._missing_in_window(hashes, length)
+            if missing is None:
+                break
+            length = missing  # every longer hit needs that block as well
+        return length
+
+    def _missing_in_window(self, hashes: Seq[bytes], length: int) -> int | None:
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                blocks = self._blocks[group]
+                for i in range(length - 1, self.first_seen(group, length * self._block_size) - 1, -1):
+                    if hashes[i] not in blocks:
+                        return i
+        return None
+
+    def hit_blocks(self, group: int, hashes: Seq[bytes], length: int) -> list[int]:
+        """Block table of a hit of `length` blocks, 0 where the group's window no longer reaches."""
+        first = self.first_seen(group, length * self._block_size)
+        blocks = self._blocks[group]
+        return [0] * first + [blocks[h] for h in hashes[first:length]]
+
+    def check_invariants(self) -> None:
+        found = {block: (g, h) for g, blocks in enumerate(self._blocks) for h, block in blocks.items()}
+        assert found == self._keys, "the two directions of the prefix cache differ"
