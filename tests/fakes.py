@@ -19,6 +19,7 @@ from pagedray.engine.messages import (
     SchedulerOutput,
     TokenLogprobs,
 )
+from pagedray.engine.text.text_stream import Utf8Stream
 
 EOS_ID = 256
 BOS_ID = 257
@@ -177,6 +178,9 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         data = b"".join(b"" if skip_special_tokens and i >= 256 else self.token_bytes(i) for i in ids)
         return data.decode("utf-8", "replace")
+
+    def text_stream(self, skip_special_tokens: bool) -> Utf8Stream:
+        return Utf8Stream(self.token_bytes, range(256, VOCAB_SIZE) if skip_special_tokens else ())
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else {EOS_ID: b"<eos>", BOS_ID: b"<bos>"}.get(token_id, b"<extra>")
