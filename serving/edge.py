@@ -1,0 +1,59 @@
+"""What surrounds every HTTP exchange: the request id, the count of answers, and the last resort for our own bugs."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+log = logging.getLogger(__name__)
+
+MAX_ID = 128
+UNSAFE = re.compile(rb"[^A-Za-z0-9._~:/+=@-]")  # no control character gets into a header or a log line
+
+
+class Edge:
+    """ASGI middleware.
+
+    Args:
+        answered: told of the status of each answer.
+        failure: the answer to an error that nobody expected.
+    """
+
+    def __init__(self, app: ASGIApp, answered: Callable[[int], None], failure: ASGIApp):
+        self._app = app
+        self._answered = answered
+        self._failure = failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = client_request_id(scope["headers"]) or uuid.uuid4().hex.encode()
+        started = False
+
+        async def send_with_id(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                self._answered(message["status"])
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            log.exception("unexpected error path=%s request_id=%s", scope["path"], request_id.decode())
+            if started:
+                raise  # too late for an answer: the server closes the connection
+            await self._failure(scope, receive, send_with_id)
+
+
+def client_request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The client's X-Request-Id without characters that don't belong in one, or nothing."""
+    given = next((value for name, value in headers if name == b"x-request-id"), b"")
+    return UNSAFE.sub(b"", given[: 8 * MAX_ID])[:MAX_ID]

@@ -1,0 +1,118 @@
+"""Prometheus metrics of an ingress and of the engines it sees. Names follow vLLM's where the meaning is the same.
+
+Engine figures (`engine` label) are read when scraped, so every ingress reports the same ones. The others are this
+ingress's own: counts of finished choices, latencies, HTTP answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from pagedray.engine.metrics import EngineStats
+
+SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    900.0,
+)
+
+Reading = Callable[[EngineStats], float]
+
+ENGINE_GAUGES: dict[str, tuple[str, Reading]] = {
+    "num_requests_running": ("Sequences in the running batch.", lambda s: s.scheduler.num_running),
+    "num_requests_waiting": ("Sequences waiting to be admitted.", lambda s: s.scheduler.num_waiting),
+    "kv_cache_usage_perc": ("Share of KV blocks in use; 1 is all.", lambda s: s.scheduler.kv_usage),
+}
+ENGINE_COUNTERS: dict[str, tuple[str, Reading]] = {
+    "prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.scheduler.prefix_queried_tokens,
+    ),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda s: s.scheduler.prefix_hit_tokens),
+    "num_preemptions": ("Sequences preempted.", lambda s: s.scheduler.num_preemptions),
+    "prompt_tokens": ("Prompt tokens of accepted requests.", lambda s: s.prompt_tokens),
+    "generation_tokens": ("Tokens generated.", lambda s: s.generated_tokens),
+    "requests_rejected": ("Sequences refused because the queue was full.", lambda s: s.rejected),
+    "engine_steps": ("Steps computed.", lambda s: s.num_steps),
+    "engine_step_seconds": ("Seconds from submitting a step to its result, summed.", lambda s: s.step_seconds),
+}
+
+
+class RequestMetrics:
+    """What an ingress counts. One registry per instance, so that several apps can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._success = Counter(
+            "pagedray:request_success",
+            "Choices that ended, by finish reason.",
+            ["finished_reason"],
+            registry=self.registry,
+        )
+        self._http = Counter(
+            "pagedray:http_responses", "HTTP answers, by status code.", ["code"], registry=self.registry
+        )
+        self._ttft = self._histogram("time_to_first_token_seconds", "From acceptance to the first token.")
+        self._itl = self._histogram("inter_token_latency_seconds", "Between deliveries of one request's tokens.")
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From acceptance to the end of a choice.")
+        for reason in ("stop", "length"):
+            self._success.labels(reason)
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def next_tokens(self, seconds: float) -> None:
+        self._itl.observe(seconds)
+
+    def finished(self, reason: str, seconds: float) -> None:
+        self._success.labels(reason).inc()
+        self._e2e.observe(seconds)
+
+    def answered(self, code: int) -> None:
+        self._http.labels(str(code)).inc()
+
+    def render(self, engines: Iterable[EngineStats]) -> bytes:
+        """The text of /metrics."""
+        scrape = CollectorRegistry()
+        scrape.register(_EngineCollector(list(engines)))
+        return generate_latest(self.registry) + generate_latest(scrape)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"pagedray:{name}", text, buckets=SECONDS, registry=self.registry)
+
+
+class _EngineCollector:
+    """Engine snapshots as metric families."""
+
+    def __init__(self, engines: list[EngineStats]):
+        self._engines = engines
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (text, value) in ENGINE_GAUGES.items():
+            gauge = GaugeMetricFamily(f"pagedray:{name}", text, labels=["engine"])
+            for stats in self._engines:
+                gauge.add_metric([stats.engine_id], value(stats))
+            yield gauge
+        for name, (text, value) in ENGINE_COUNTERS.items():
+            counter = CounterMetricFamily(f"pagedray:{name}", text, labels=["engine"])
+            for stats in self._engines:
+                counter.add_metric([stats.engine_id], value(stats))
+            yield counter

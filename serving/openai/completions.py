@@ -1,0 +1,190 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pagedray.engine.errors import UserError
+from pagedray.engine.messages import TokenLogprobs
+from pagedray.engine.text.tokenizer import Tokenizer
+from pagedray.serving.answer import Delta
+from pagedray.serving.openai import sse
+from pagedray.serving.openai.logprobs import LegacyLogprobs, LegacyWriter, prompt_logprobs
+from pagedray.serving.openai.prompts import parse_prompts
+from pagedray.serving.openai.respond import Context, Head, Job, Usage
+from pagedray.serving.openai.schema import CompletionRequest, parse
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+encode = msgspec.json.encode
+
+
+async def prepare(context: Context, body: dict[str, Any]) -> Job:
+    """Check a body and tokenize. Raises UserError."""
+    wire = parse(CompletionRequest, body)
+    facts = context.facts_for(wire.model)
+    asked = [k for k in (wire.prompt_logprobs, wire.logprobs if wire.echo else None) if k is not None]
+    max_tokens = DEFAULT_MAX_TOKENS if wire.max_tokens is None else wire.max_tokens
+    params = wire.params(
+        logprobs=wire.logprobs,
+        prompt_logprobs=max(asked) if asked else None,
+        max_tokens=max_tokens or 1,
+    )
+    prompts = parse_prompts(wire.prompt)
+    if len(prompts) > context.config.scheduler.max_queued_requests:
+        raise UserError(f"{len(prompts)} prompts are more than max_queued_requests", "prompt")
+    ids = await context.encoder.encode(prompts, facts, add_special_tokens=wire.add_special_tokens is not False)
+    head = Head.new("cmpl", "text_completion", wire.model, facts)
+    form = CompletionForm(wire, prompts, ids, context.tokenizer, head)
+    return Job(ids, params, form, wire, facts, keeps_output=max_tokens > 0)
+
+
+class Piece(msgspec.Struct):
+    """What one event says of one choice; a whole answer is all its pieces joined."""
+
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    is_first: bool = False
+
+
+class _Choice:
+    """One choice while its deltas come."""
+
+    def __init__(self) -> None:
+        self.writer: LegacyWriter | None = None
+        self.prompt_entries: list[TokenLogprobs] = []
+        self.has_begun = False
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs = LegacyLogprobs()
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+
+class CompletionForm:
+    """Writes completions. Choices are numbered prompt by prompt. With echo, a choice's text begins with its prompt."""
+
+    def __init__(
+        self,
+        wire: CompletionRequest,
+        prompts: list[str | list[int]],
+        prompt_ids: list[list[int]],
+        tokenizer: Tokenizer,
+        head: Head,
+    ):
+        self._wire = wire
+        self._n = wire.n or 1
+        self._prompts = prompts
+        self._prompt_ids = prompt_ids
+        self._tokenizer = tokenizer
+        self._head = head
+        self._choices = [_Choice() for _ in range(self._n * len(prompts))]
+        with_usage = wire.stream_options is not None and bool(wire.stream_options.include_usage)
+        self._frame = sse.ChunkFrame(msgspec.to_builtins(head), with_usage)
+
+    def chunks(self, deltas: list[Delta], usage: Usage | None) -> bytes:
+        out = []
+        for delta in deltas:
+            for piece in self._pieces(delta):
+                fields = b""
+                if self._wire.return_token_ids:
+                    fields = b',"token_ids":%b' % encode(piece.token_ids)
+                    if piece.is_first:
+                        fields += b',"prompt_token_ids":%b' % encode(self._prompt_ids[piece.index // self._n])
+                if piece.finish_reason is not None:
+                    fields += b',"stop_reason":%b' % encode(piece.stop_reason)
+                choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}' % (
+                    piece.index,
+                    encode(piece.text),
+                    b"null" if piece.logprobs is None else encode(piece.logprobs),
+                    encode(piece.finish_reason),
+                    fields,
+                )
+                out.append(self._frame.chunk(choice, usage))
+        return b"".join(out)
+
+    def last_chunk(self, usage: Usage) -> bytes:
+        return self._frame.chunk(b"", usage)
+
+    def add(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            choice = self._choices[delta.index]
+            for piece in self._pieces(delta):
+                choice.text.append(piece.text)
+                choice.token_ids += piece.token_ids
+                if piece.logprobs is not None:
+                    choice.logprobs.extend(piece.logprobs)
+                choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+
+    def body(self, usage: Usage) -> dict[str, Any]:
+        return {
+            **msgspec.to_builtins(self._head),
+            "choices": [self._whole(index, choice) for index, choice in enumerate(self._choices)],
+            "usage": usage,
+        }
+
+    def _pieces(self, delta: Delta) -> list[Piece]:
+        """What a delta adds to the text that the client sees; nothing while it would be an empty event."""
+        choice, pieces = self._choices[delta.index], []
+        for part in delta.prompt_logprobs:
+            choice.prompt_entries += part.entries
+        if not (delta.token_ids or delta.finish_reason):
+            return []  # a part of the prompt was computed
+        is_first, choice.has_begun = not choice.has_begun, True
+        if is_first and self._wire.echo:
+            pieces.append(self._echo(delta.index))
+        piece = Piece(delta.index, delta.text, None, delta.token_ids, delta.finish_reason, delta.stop_reason)
+        if self._wire.max_tokens == 0:  # the engine makes at least one token
+            piece = Piece(delta.index, "", None, finish_reason=delta.finish_reason and "length")
+        if self._wire.logprobs is not None:
+            if choice.writer is None:
+                choice.writer = LegacyWriter(
+                    self._tokenizer, self._skips_special_tokens, len(pieces[0].text) if pieces else 0
+                )
+            entries = delta.logprobs[: len(piece.token_ids)]
+            piece.logprobs = choice.writer.write(entries, self._wire.logprobs) if entries else None
+        if piece.text or piece.logprobs or piece.finish_reason or (self._wire.return_token_ids and piece.token_ids):
+            pieces.append(piece)
+        if pieces:
+            pieces[0].is_first = is_first
+        return pieces
+
+    def _echo(self, index: int) -> Piece:
+        prompt, ids = self._prompts[index // self._n], self._prompt_ids[index // self._n]
+        if isinstance(prompt, str):
+            text, skips = prompt, True  # special tokens that encoding put around it are not in it
+        else:
+            skips = self._skips_special_tokens
+            text = self._tokenizer.decode(ids, skips)
+        if self._wire.logprobs is None:
+            return Piece(index, text, None)
+        writer = LegacyWriter(self._tokenizer, skips)
+        logprobs = writer.first(ids[0])
+        logprobs.extend(writer.write(self._choices[index].prompt_entries, self._wire.logprobs))
+        return Piece(index, text, logprobs)
+
+    @property
+    def _skips_special_tokens(self) -> bool:
+        return self._wire.skip_special_tokens is not False
+
+    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
+        wire = self._wire
+        out: dict[str, Any] = {
+            "index": index,
+            "text": "".join(choice.text),
+            "logprobs": None if wire.logprobs is None else choice.logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if wire.prompt_logprobs is not None:
+            out["prompt_logprobs"] = prompt_logprobs(choice.prompt_entries, self._tokenizer, wire.prompt_logprobs)
+        if wire.return_token_ids:
+            out["token_ids"] = choice.token_ids
+            out["prompt_token_ids"] = self._prompt_ids[index // self._n]
+        return out

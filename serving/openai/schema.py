@@ -1,0 +1,257 @@
+"""Request bodies of the OpenAI API. Every field of it is applied (a class here has it), ignored, or refused by name.
+
+Fields that OpenAI doesn't have are named as vLLM names them. A null means: not given.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+
+from pagedray.engine.errors import Unsupported, UserError
+from pagedray.engine.generation import MAX_CHOICES, MAX_LOGPROBS, GenerationParams
+
+IGNORED = {
+    "user": "names the end user for abuse reports; nothing here depends on it",
+    "safety_identifier": "names the end user for abuse reports; nothing here depends on it",
+    "metadata": "labels for stored completions; nothing is stored",
+    "store": "nothing is stored",
+    "service_tier": "there is one tier; see priority",
+    "prompt_cache_key": "the prefix cache finds equal beginnings by itself; see cache_salt",
+    "prompt_cache_options": "the prefix cache finds equal beginnings by itself; see cache_salt",
+    "prompt_cache_retention": "cached blocks stay until their memory is needed",
+    "prediction": "a hint about speed that doesn't change the answer",
+    "parallel_tool_calls": "there are no tool calls",
+    "request_id": "ids are made here; an X-Request-Id header is echoed",
+}
+
+_NOT_YET = "is not implemented"
+
+# name → (why, values that ask for nothing and are accepted)
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "tools": (_NOT_YET, ([],)),
+    "tool_choice": (_NOT_YET, ("none",)),
+    "functions": (_NOT_YET, ([],)),
+    "function_call": (_NOT_YET, ("none",)),
+    "response_format": ("other than text is not implemented", ({"type": "text"},)),
+    "structured_outputs": (_NOT_YET, ()),
+    "guided_json": (_NOT_YET, ()),
+    "guided_regex": (_NOT_YET, ()),
+    "guided_choice": (_NOT_YET, ()),
+    "guided_grammar": (_NOT_YET, ()),
+    "audio": (_NOT_YET, ()),
+    "modalities": ("other than text is not implemented", (["text"],)),
+    "moderation": (_NOT_YET, ()),
+    "web_search_options": (_NOT_YET, ()),
+    "reasoning_effort": ("is not implemented; a template's switch goes into chat_template_kwargs", ("none",)),
+    "verbosity": (_NOT_YET, ("medium",)),
+    "suffix": ("is not implemented", ("",)),
+    "use_beam_search": (_NOT_YET, (False,)),
+    "length_penalty": ("belongs to beam search, which is not implemented", (1, 1.0)),
+    "logits_processors": (_NOT_YET, ([],)),
+    "bad_words": ("is not implemented; bad_token_ids takes ids", ([],)),
+    "truncate_prompt_tokens": (_NOT_YET, ()),
+    "spaces_between_special_tokens": (_NOT_YET, (True,)),
+    "return_tokens_as_token_ids": ("is not implemented; return_token_ids gives the ids", (False,)),
+    "prompt_embeds": (_NOT_YET, ()),
+    "documents": (_NOT_YET, ([],)),
+    "chat_template": ("of a request is not implemented; it is a setting of the server", ()),
+    "mm_processor_kwargs": (_NOT_YET, ({},)),
+}
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Ids = Annotated[list[int], FailFast()]
+
+
+class Wire(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class StreamOptions(Wire):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="Accepted and ignored: chunks carry no padding.")
+
+
+class GenerationRequest(Wire):
+    """What completions and chat completions share. Ranges that aren't here are checked in engine/generation.py."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: Int32 | None = None
+    seed: int | None = None
+    stop: Annotated[list[str], FailFast()] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    allowed_token_ids: Ids | None = None
+    bad_token_ids: Ids | None = None
+    min_tokens: Int32 | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: Int32 | None = None
+    return_token_ids: bool | None = None
+    priority: Int32 | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_string(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_streaming(self) -> GenerationRequest:
+        if not self.stream:
+            if self.stream_options is not None:
+                raise UserError("stream_options needs stream: true", "stream_options")
+        elif (
+            self.stream_options and self.stream_options.continuous_usage_stats and not self.stream_options.include_usage
+        ):
+            raise UserError("continuous_usage_stats needs include_usage: true", "stream_options.continuous_usage_stats")
+        elif self.prompt_logprobs is not None:
+            raise Unsupported("prompt_logprobs is not available with stream: true", "prompt_logprobs")
+        return self
+
+    def params(self, **overrides: Any) -> GenerationParams:
+        """What the engine is asked for; fields that were not given keep GenerationParams' defaults."""
+        given = {name: getattr(self, name) for name in _SAME_NAME if getattr(self, name) is not None}
+        for name in ("stop", "allowed_token_ids", "bad_token_ids", "stop_token_ids"):
+            if name in given:
+                given[name] = tuple(given[name])
+        if self.logit_bias:
+            given["logit_bias"] = tuple((_token_id(key), bias) for key, bias in self.logit_bias.items())
+        return GenerationParams(**{**given, **overrides})
+
+
+_SAME_NAME = [name for name in GenerationParams.__struct_fields__ if name not in ("logprobs", "logit_bias")]
+
+
+class ChatRequest(GenerationRequest):
+    messages: list[Any]
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise UserError("top_logprobs needs logprobs: true", "top_logprobs")
+        check_prompt_ends(self)
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Any
+    best_of: Int32 | None = None
+    echo: bool | None = None
+    logprobs: Int32 | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise Unsupported(
+                f"best_of other than n is not implemented: best_of {self.best_of}, n {self.n or 1}", "best_of"
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise UserError("max_tokens must be at least 1, or 0 together with echo: true", "max_tokens")
+        return self
+
+
+class TokenizeRequest(Wire):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise UserError("give either prompt or messages", "prompt")
+        if self.prompt is not None:
+            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"{name} needs messages", name)
+        check_prompt_ends(self)
+        return self
+
+
+class DetokenizeRequest(Wire):
+    model: str | None = None
+    tokens: Ids
+
+
+def check_prompt_ends(request: ChatRequest | TokenizeRequest) -> None:
+    if request.continue_final_message and request.add_generation_prompt:
+        raise UserError(
+            "add_generation_prompt begins a new message, continue_final_message continues the last one: choose one",
+            "add_generation_prompt",
+        )
+
+
+R = TypeVar("R", bound=Wire)
+
+
+def parse(kind: type[R], body: dict[str, Any]) -> R:
+    """Check a decoded body.
+
+    Raises:
+        UserError: a field is unknown, missing or wrong; `param` is its path.
+        Unsupported: a field is known and not implemented.
+    """
+    known = kind.model_fields
+    given = {}
+    for name, value in body.items():
+        if name in known:
+            given[name] = value
+        elif name in REFUSED:
+            reason, neutral = REFUSED[name]
+            if value is not None and not any(type(value) is type(v) and value == v for v in neutral):
+                raise Unsupported(f"{name} {reason}", name)
+        elif name not in IGNORED:
+            raise UserError(_unknown(name, [*known, *IGNORED]), name[:64])
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = _path(first["loc"])
+        message = "is required" if first["type"] == "missing" else first["msg"]
+        raise UserError(f"{param}: {message}", param) from None
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name[:64], known, n=2)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"unknown field {name[:64]!r}{hint}"
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part[:64]}" if path else part[:64]
+    return path
+
+
+def _token_id(key: str) -> int:
+    digits = key.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
+        raise UserError(f"logit_bias: {key[:32]!r} is not a token id", "logit_bias")
+    return int(key)

@@ -1,0 +1,35 @@
+"""POST /tokenize and /detokenize: a client's look at the tokenizer, by the same rules as generation."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pagedray.engine.generation import check_ids
+from pagedray.serving.openai.prompts import THREAD_CHARS
+from pagedray.serving.openai.respond import Context
+from pagedray.serving.openai.schema import DetokenizeRequest, TokenizeRequest, parse
+
+
+async def tokenize(context: Context, body: dict[str, Any]) -> dict[str, Any]:
+    """Ids of a prompt, or of messages as the chat template writes them."""
+    wire = parse(TokenizeRequest, body)
+    facts = context.facts_for(wire.model)
+    if wire.prompt is None:
+        ids = await context.encoder.encode_chat(wire, facts)
+    else:
+        special = wire.add_special_tokens is not False
+        ids = (await context.encoder.encode([wire.prompt], facts, add_special_tokens=special))[0]
+    out: dict[str, Any] = {"count": len(ids), "max_model_len": facts.max_model_len, "tokens": ids}
+    if wire.return_token_strs:
+        out["token_strs"] = [context.tokenizer.token_text(token_id) for token_id in ids]
+    return out
+
+
+async def detokenize(context: Context, body: dict[str, Any]) -> dict[str, Any]:
+    """Text of ids, special tokens included."""
+    wire = parse(DetokenizeRequest, body)
+    check_ids(wire.tokens, context.facts_for(wire.model).vocab_size, "tokens")
+    if len(wire.tokens) < THREAD_CHARS:
+        return {"prompt": context.tokenizer.decode(wire.tokens, False)}
+    return {"prompt": await asyncio.to_thread(context.tokenizer.decode, wire.tokens, False)}
