@@ -1,0 +1,129 @@
+"""From settings to a Serve application: an ingress deployment in front of an engine deployment.
+
+`serve run pagedray.deployments:build model=DIR`, `serve deploy deployments/serve.yaml` and `pagedray serve` all end here.
+Nothing heavy is imported before a function is called: the command sets Ray's environment first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_origin
+
+import msgspec
+
+from pagedray.engine.config import Config, leaves, load_config
+from pagedray.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+APP = "default"  # the application's name where its deployer gives none; Serve's own default
+ENGINE_CPUS = 0.5  # replica and scheduler
+WORKER_CPUS = 1.0
+INGRESS_CPUS = 0.25
+MAX_ONGOING_REQUESTS = (
+    10_000  # admission is the engine's: Serve's count would include requests that are still being routed
+)
+OF_THE_CLUSTER = {
+    "host": "set http_options.host in Serve's config file",
+    "port": "set http_options.port in Serve's config file",
+    "haproxy": "set RAY_SERVE_ENABLE_HA_PROXY for all Ray processes",
+}
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """What an application is made of, as `module:name`; tests put fakes in."""
+
+    worker: str = "pagedray.engine.worker.worker:Worker"
+    tokenizer: str | None = None  # called without arguments; None: the checkpoint's
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application for these settings.
+
+    Args:
+        args: any field of the configuration tree, flat ({"model": …}) or by leaf ({"model": {"model": …}}); values may be
+            texts, as `serve run` gives them.
+
+    Raises:
+        ConfigError: a setting that is unknown, wrong, or not the application's to choose.
+    """
+    flat = {**args, **args["server"]} if isinstance(args.get("server"), Mapping) else args
+    for name, remedy in OF_THE_CLUSTER.items():
+        if name in flat:
+            raise ConfigError(f"{name} belongs to the cluster, not to one application: {remedy}")
+    return application(load_config(parse_texts(args), environ=os.environ))
+
+
+def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float = 30.0) -> Application:  # noqa: B008 (frozen)
+    """The application for a configuration.
+
+    Args:
+        parts: what it is made of.
+        drain_timeout_s: how long running requests may go on when replicas stop.
+    """
+    from ray import serve
+
+    from pagedray.deployments.engine_replica import EngineReplica
+    from pagedray.deployments.ingress import Ingress
+
+    shared: dict[str, Any] = {
+        "health_check_period_s": 1.0,
+        "health_check_timeout_s": 10.0,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "graceful_shutdown_timeout_s": drain_timeout_s + 5.0,
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+        "logging_config": {"enable_access_log": False},
+    }
+    engines = serve.deployment(
+        **shared,
+        num_replicas=config.server.num_engine_replicas,
+        ray_actor_options={"num_cpus": ENGINE_CPUS},
+        placement_group_bundles=bundles(config, has_gpus()),
+        placement_group_strategy="STRICT_PACK",
+    )(EngineReplica)
+    ingress = serve.deployment(
+        **shared,
+        name="Ingress",
+        num_replicas=config.server.num_ingress_replicas,
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
+    )(serve.ingress()(Ingress))
+    bound: Application = ingress.bind(config, parts.tokenizer, engines.bind(config, drain_timeout_s, parts.worker))
+    return bound
+
+
+def bundles(config: Config, gpus: bool) -> list[dict[str, float]]:
+    """Resources of one engine: the replica with its scheduler, then each worker."""
+    on_gpu = config.worker.device == "cuda" or (config.worker.device == "auto" and gpus)
+    worker = {"CPU": WORKER_CPUS, "GPU": 1.0} if on_gpu else {"CPU": WORKER_CPUS}
+    world_size = config.worker.tensor_parallel_size * config.worker.pipeline_parallel_size
+    return [{"CPU": ENGINE_CPUS}, *(dict(worker) for _ in range(world_size))]
+
+
+def num_cpus(config: Config) -> float:
+    """CPUs, in Ray's sense, that the application reserves."""
+    server = config.server
+    engine = sum(bundle["CPU"] for bundle in bundles(config, False))
+    return server.num_engine_replicas * engine + server.num_ingress_replicas * INGRESS_CPUS
+
+
+def has_gpus() -> bool:
+    """Whether the cluster that this process belongs to has GPUs; False where it belongs to none."""
+    import ray
+
+    return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]
+
+
+def parse_texts(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Split comma-separated texts of fields that take several values; pydantic reads all other types from text."""
+    several = {
+        name
+        for leaf in leaves().values()
+        for name, field in leaf.model_fields.items()
+        if get_origin(field.annotation) is tuple
+    }
+    return {
+        name: tuple(value.split(",")) if name in several and isinstance(value, str) else value
+        for name, value in args.items()
+    }

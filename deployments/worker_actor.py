@@ -1,0 +1,135 @@
+"""One rank of a gang as a Ray actor: `load`, then `step` and `flush`; the work itself is `engine.worker.worker.Worker`'s.
+
+Methods run in threads of their own (concurrency groups), so that none waits for a step but those that must.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from typing import Any, Protocol, TextIO
+
+import msgspec
+import ray
+
+from pagedray.engine.config import Config, EngineFacts
+from pagedray.engine.errors import EngineDead
+from pagedray.engine.messages import RunnerOutput, SchedulerOutput, decode, encode
+
+WORKER_CLASS = "pagedray.engine.worker.worker:Worker"
+NO_STEP = -1  # "the step before" an engine's first one
+CONCURRENCY_GROUPS = {"load": 1, "steps": 4, "flush": 2, "watch": 1, "control": 2}
+
+
+class LoadProgress(msgspec.Struct, frozen=True):
+    """How far a worker is with loading."""
+
+    phases: tuple[tuple[str, float], ...]  # finished ones: name, seconds
+    bar: str  # what the running one draws, "" when it draws nothing
+
+
+class WorkerActor:
+    """
+    Args:
+        config: the whole tree.
+        rank: this actor's place in the gang.
+        worker_class: `module:name` of what does the work; tests give a fake.
+    """
+
+    def __init__(self, config: Config, rank: int, worker_class: str = WORKER_CLASS):
+        self._bar = BarReader(sys.stderr)
+        sys.stderr = self._bar
+        self._worker: _Worker = load_attribute(worker_class)(config, rank)
+        self._phases: list[tuple[str, float]] = []
+        self._last_step = NO_STEP
+        self._failure: Exception | None = None
+        self._turn = threading.Condition()
+
+    @ray.method(concurrency_group="load")
+    def load(self) -> bytes:
+        facts = self._worker.load(self._on_phase)
+        return encode(msgspec.structs.replace(facts, start_phases=tuple(self._phases)))
+
+    @ray.method(concurrency_group="steps")
+    def step(self, plan: bytes, after: int) -> bytes:
+        """Queue a step behind step `after`, then wait for the result of `after`; b"" when there is none."""
+        out = decode(SchedulerOutput, plan)
+        with self._turn:
+            self._await_step(after)
+            if out.step > self._last_step:
+                self._submit(out)
+        return b"" if after == NO_STEP else encode(self._worker.result(after))
+
+    @ray.method(concurrency_group="flush")
+    def flush(self, step: int) -> bytes:
+        """Wait for the result of a step behind which nothing is planned yet."""
+        with self._turn:
+            self._await_step(step)
+        return encode(self._worker.result(step))
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> None:
+        """Never returns: its object ref tells of this process's death."""
+        threading.Event().wait()
+
+    @ray.method(concurrency_group="control")
+    def pid(self) -> int:
+        return os.getpid()
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> bytes:
+        return encode(LoadProgress(tuple(self._phases), self._bar.drawn))
+
+    def _on_phase(self, name: str, seconds: float) -> None:
+        self._phases.append((name, seconds))
+        self._bar.drawn = ""
+
+    def _await_step(self, step: int) -> None:
+        """Wait until `step` was submitted: one caller's calls may overtake each other on their way here."""
+        self._turn.wait_for(lambda: self._failure is not None or self._last_step >= step)
+        if self._failure is not None:
+            raise EngineDead(f"an earlier step failed: {self._failure}")
+
+    def _submit(self, out: SchedulerOutput) -> None:
+        try:
+            self._worker.submit(out)
+            self._last_step = out.step
+        except Exception as error:
+            self._failure = error  # so that calls which wait for this step end too
+            raise
+        finally:
+            self._turn.notify_all()
+
+
+class _Worker(Protocol):
+    def load(self, on_phase: Any) -> EngineFacts: ...
+    def submit(self, out: SchedulerOutput) -> None: ...
+    def result(self, step: int) -> RunnerOutput: ...
+
+
+class BarReader:
+    """Stands for stderr: passes lines on, and keeps what a progress bar draws, for another process to show."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self.drawn = ""
+
+    def write(self, text: str) -> int:
+        if not text.startswith("\r"):  # a bar redraws its line, all else adds one
+            return self._stream.write(text)
+        self.drawn = text.strip() or self.drawn
+        return len(text)
+
+    def isatty(self) -> bool:
+        return True  # bars are drawn on a terminal, even if it is far away
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def load_attribute(path: str) -> Any:
+    """The object that `module:name` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
