@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pagedray.engine.errors import Unsupported, UserError
 from pagedray.engine.generation import MAX_CHOICES, MAX_LOGPROBS, GenerationParams
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Ids = Annotated[list[int], FailFast()]
+Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
 class Wire(BaseModel):
@@ -84,7 +84,7 @@ class GenerationRequest(Wire):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: Int32 | None = None
     seed: int | None = None
-    stop: Annotated[list[str], FailFast()] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
