@@ -7,51 +7,55 @@
 A token is a function of its row's logits, parameters and history and of (seed, position): not of the row, the other
 rows, or a preemption. Temperatures below 1e-5 are greedy, as in vLLM: the division would only overflow.
 
-Logits that are not numbers don't fail the step: NaN and -inf count as -1e30 and +inf as 1e30, so that a row without
-one usable logit gets its lowest allowed id (greedy) or any of them (sampling), and its neighbours notice nothing.
+Logits that are not numbers don't fail the step. In a row whose maximum is not finite, NaN and -inf count as -1e30 and
++inf as 1e30: without one usable logit it gets its lowest allowed id (greedy) or any of them (sampling), and its
+neighbours notice nothing.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pagedray.engine.messages import NewSeq, TokenLogprobs
+from pagedray.engine.messages import NewSeq, SamplingParams, TokenLogprobs
 from pagedray.engine.worker.token_history import TokenHistory
 from pagedray.kernels.logit_edits import edit_logits
 from pagedray.kernels.logprobs import Logprobs, token_logprobs
 from pagedray.kernels.philox import uniform
-from pagedray.kernels.sampling import NUM_CANDIDATES, greedy, sample_all, sample_top_k, sample_top_p
+from pagedray.kernels.sampling import greedy, sample_all, sample_min_p, sample_top_k, sample_top_p
 
 MIN_TEMPERATURE = 1e-5
 HUGE = 1e30  # finite in float32 even after division by the smallest temperature
 LOWEST_LOGPROB = -9999.0  # instead of -inf, which JSON doesn't have
-PROMPT_LOGPROBS_CHUNK_BYTES = 64 * 2**20
+SMALLEST = float(np.finfo(np.float32).tiny)  # a positive setting below it would become 0 in float32
 
-Method = Literal["greedy", "all", "top_k", "top_p"]
+Method = Literal["greedy", "all", "top_k", "min_p", "top_p"]
 
 # columns of SamplingState.floats
 TEMPERATURE, TOP_P, MIN_P = 0, 1, 2
 PENALTIES = slice(3, 6)  # repetition, presence, frequency
 
 
+def max_rows(vocab_size: int, device: torch.device) -> int:
+    """Rows computed at once. Rows are independent, so a CPU takes few enough for float32 copies to stay in its cache:
+    twice as fast as all rows together, and without a page fault per 4 KiB of a temporary."""
+    return max(1, (2**21 if device.type == "cpu" else 2**28) // (4 * vocab_size))
+
+
 @dataclass(frozen=True)
 class RowIds:
-    """Ids that one row may or may not choose; empty tensors where nothing is restricted."""
+    """Ids that one row may or may not choose; an empty tensor forbids nothing."""
 
     keep: Tensor | None  # None: all
     forbid: Tensor
-
-    @property
-    def is_free(self) -> bool:
-        return self.keep is None and not self.forbid.numel()
 
 
 @dataclass(frozen=True)
@@ -75,17 +79,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Rows of a batch that one method serves."""
-
-    method: Method
-    width: int
-    at: Tensor | None  # [R] int64 rows of the logits; None: all, in order
-
-
-@dataclass(frozen=True)
 class Edits:
-    """Arguments of `edit_logits`, for the whole batch."""
+    """Arguments of `edit_logits`, whose positions are within one group's logits."""
 
     keep_rows: Tensor
     keep: Tensor
@@ -96,21 +91,30 @@ class Edits:
 
 @dataclass(frozen=True)
 class Penalised:
-    at: Tensor  # [E] int64 rows of the logits
+    at: Tensor  # [E] int64 rows of the group's logits
     slots: list[int]  # in the token history
 
 
 @dataclass(frozen=True)
-class SamplingBatch:
-    """One step's sampling inputs, aligned with the rows of its logits."""
+class Group:
+    """At most `max_rows` rows of a batch that take the same way to a token."""
 
-    floats: Tensor  # [S, 6] float32, see SamplingState
-    top_k: Tensor  # [S] int64
-    u: Tensor  # [S] float64 uniform numbers; 0 for greedy rows
-    groups: tuple[Group, ...]
+    method: Method
+    width: int
+    at: slice | Tensor  # R rows of the batch's logits; a slice where they are neighbours, which copies nothing
+    floats: Tensor  # [R, 6] float32, see SamplingState
+    top_k: Tensor  # [R] int64
+    u: Tensor  # [R] float64 uniform numbers; 0 in a greedy group
     edits: Edits | None
     penalised: Penalised | None
-    num_logprobs: tuple[int | None, ...]  # per row: None where nobody asked
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """One step's sampling inputs, for logits [S, V]."""
+
+    groups: tuple[Group, ...]
+    num_logprobs: tuple[int | None, ...]  # per row; None: not asked
 
 
 class SamplingState:
@@ -129,13 +133,7 @@ class SamplingState:
         self.free(seq.row)
         p = seq.params
         top_k = p.top_k if 0 < p.top_k < self.vocab_size else 0
-        method: Method = "all"
-        if p.temperature < MIN_TEMPERATURE:
-            method = "greedy"
-        elif top_k:
-            method = "top_k"
-        elif p.top_p < 1 or p.min_p > 0:
-            method = "top_p"
+        method, width = _method(p, top_k)
         early, late = self._row_ids(seq)
         biases: dict[int, float] = defaultdict(float)
         for token_id, bias in p.logit_bias:
@@ -145,7 +143,7 @@ class SamplingState:
             seed=p.seed,
             num_prompt_tokens=seq.num_prompt_tokens,
             method=method,
-            width=max(NUM_CANDIDATES, 1 << (top_k - 1).bit_length()) if method == "top_k" else 0,
+            width=width,
             min_tokens=p.min_tokens,
             early=early,
             late=late,
@@ -154,8 +152,9 @@ class SamplingState:
             has_penalties=has_penalties,
             num_logprobs=p.logprobs,
         )
-        penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
-        self.floats[seq.row] = torch.tensor((p.temperature, p.top_p, p.min_p, *penalties), dtype=torch.float32)
+        penalties = max(p.repetition_penalty, SMALLEST), p.presence_penalty, p.frequency_penalty
+        floats = (p.temperature, max(p.top_p, SMALLEST), p.min_p, *penalties)
+        self.floats[seq.row] = torch.tensor(floats, dtype=torch.float32)
         self.top_k[seq.row] = top_k
         if has_penalties:
             prompt, output = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens :]
@@ -174,60 +173,58 @@ class SamplingState:
             positions: of the token each will get: the number of tokens before it.
         """
         used = [self._row(row) for row in rows]
-        by_method: dict[tuple[Method, int], list[int]] = defaultdict(list)
+        by_way: dict[tuple[Method, int], list[int]] = defaultdict(list)
         for i, row in enumerate(used):
-            by_method[row.method, row.width].append(i)
-        is_whole = len(by_method) == 1
-        groups = tuple(
-            Group(method, width, None if is_whole else torch.tensor(at, device=self.device))
-            for (method, width), at in by_method.items()
-        )
-        u = np.zeros(len(rows))
-        drawn = [i for i, row in enumerate(used) if row.method != "greedy"]
-        if drawn:
-            seeds = np.array([used[i].seed for i in drawn], dtype=np.int64)
-            u[drawn] = uniform(seeds, np.array([positions[i] for i in drawn], dtype=np.int64))
-        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        penalised = [i for i, row in enumerate(used) if row.has_penalties]
-        return SamplingBatch(
-            floats=self.floats[index],
-            top_k=self.top_k[index],
-            u=torch.from_numpy(u).to(self.device),
-            groups=groups,
-            edits=self._edits(used, positions),
-            penalised=Penalised(
-                torch.tensor(penalised, device=self.device), self.history.slots([rows[i] for i in penalised])
-            )
-            if penalised
-            else None,
-            num_logprobs=tuple(row.num_logprobs for row in used),
-        )
+            by_way[row.method, row.width].append(i)
+        step = max_rows(self.vocab_size, self.device)
+        groups = []
+        for (method, width), members in by_way.items():
+            numbers = self._uniform(used, positions, members) if method != "greedy" else np.zeros(len(members))
+            for first in range(0, len(members), step):
+                part = members[first : first + step]
+                index = torch.tensor([rows[i] for i in part], device=self.device)
+                is_run = part[-1] - part[0] == len(part) - 1
+                groups.append(
+                    Group(
+                        method=method,
+                        width=width,
+                        at=slice(part[0], part[-1] + 1) if is_run else torch.tensor(part, device=self.device),
+                        floats=self.floats[index],
+                        top_k=self.top_k[index],
+                        u=torch.from_numpy(numbers[first : first + step]).to(self.device),
+                        edits=self._edits([used[i] for i in part], [positions[i] for i in part]),
+                        penalised=self._penalised([rows[i] for i in part]),
+                    )
+                )
+        return SamplingBatch(tuple(groups), tuple(row.num_logprobs for row in used))
 
     def _row(self, row: int) -> Row:
         found = self.rows[row]
         assert found is not None, f"row {row} samples without a sequence"
         return found
 
+    def _uniform(self, used: list[Row], positions: Sequence[int], members: list[int]) -> NDArray[np.float64]:
+        seeds = np.array([used[i].seed for i in members], dtype=np.int64)
+        return uniform(seeds, np.array([positions[i] for i in members], dtype=np.int64))
+
     def _row_ids(self, seq: NewSeq) -> tuple[RowIds, RowIds]:
         """Restrictions before and after min_tokens outputs.
 
         min_tokens yields where it would leave no token; bad ids do so too, though requests like that are refused.
         """
-        p = seq.params
-        allowed = set(p.allowed_token_ids)
-        bad = set(p.bad_token_ids)
+        allowed, bad = set(seq.params.allowed_token_ids), set(seq.params.bad_token_ids)
         stop = set(seq.stop_ids)
         if allowed:
             allowed = allowed - bad or allowed
-            late = RowIds(self._ids(allowed), self._ids(()))
-            return RowIds(self._ids(allowed - stop or allowed), self._ids(())), late
-        late = RowIds(None, self._ids(bad if len(bad) < self.vocab_size else ()))
-        return RowIds(None, self._ids(bad | stop)) if len(bad | stop) < self.vocab_size else late, late
+            return RowIds(self._ids(allowed - stop or allowed), self._ids()), RowIds(self._ids(allowed), self._ids())
+        bad = bad if len(bad) < self.vocab_size else set()
+        early = bad | stop if len(bad | stop) < self.vocab_size else bad
+        return RowIds(None, self._ids(early)), RowIds(None, self._ids(bad))
 
-    def _ids(self, ids: set[int] | tuple[int, ...]) -> Tensor:
+    def _ids(self, ids: Iterable[int] = ()) -> Tensor:
         return torch.tensor(sorted(ids), dtype=torch.int64, device=self.device)
 
-    def _edits(self, used: list[Row], positions: Sequence[int]) -> Edits | None:
+    def _edits(self, used: list[Row], positions: list[int]) -> Edits | None:
         keep_rows: list[int] = []
         keep, forbid, biased, bias = [], [], [], []
         for i, row in enumerate(used):
@@ -243,14 +240,18 @@ class SamplingState:
                 bias.append(row.bias)
         if not (keep or forbid or biased):
             return None
-        none = self._ids(())
+        none = self._ids()
         return Edits(
-            keep_rows=torch.tensor(keep_rows, dtype=torch.int64, device=self.device),
+            keep_rows=self._ids(keep_rows),
             keep=torch.cat(keep) if keep else none,
             forbid=torch.cat(forbid) if forbid else none,
             biased=torch.cat(biased) if biased else none,
             bias=torch.cat(bias) if bias else none.float(),
         )
+
+    def _penalised(self, rows: list[int]) -> Penalised | None:
+        at = [i for i, row in enumerate(rows) if self._row(row).has_penalties]
+        return Penalised(self._ids(at), self.history.slots([rows[i] for i in at])) if at else None
 
 
 class SampledTokens:
@@ -269,10 +270,10 @@ class SampledTokens:
     def _entries(self) -> dict[int, TokenLogprobs]:
         if self._logprobs is None:
             return {}
-        asked = [(i, k) for i, k in enumerate(self._num_logprobs) if k is not None]
-        targets = self.token_ids[torch.tensor([i for i, _ in asked], device=self.token_ids.device)].tolist()
-        entries = _to_messages(targets, self._logprobs, [k for _, k in asked])
-        return {i: entry for (i, _), entry in zip(asked, entries, strict=True)}
+        asked = {i: k for i, k in enumerate(self._num_logprobs) if k is not None}
+        token_ids = self.token_ids.tolist()
+        entries = _to_messages([token_ids[i] for i in asked], self._logprobs, list(asked.values()))
+        return dict(zip(asked, entries, strict=True))
 
 
 class Sampler:
@@ -286,78 +287,83 @@ class Sampler:
         Args:
             logits: [S, V] of any float dtype; left as they are.
         """
-        raw = _usable(logits)
-        z = self._edited(raw, batch)
-        tokens = torch.empty(len(z), dtype=torch.int64, device=z.device)
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         for group in batch.groups:
-            if group.at is None:
-                tokens = self._choose(z, batch.u, batch.floats, batch.top_k, group)
-            else:
-                at = group.at
-                tokens[at] = self._choose(z[at], batch.u[at], batch.floats[at], batch.top_k[at], group)
-        if batch.penalised is not None:
-            self.state.history.count(batch.penalised.slots, tokens[batch.penalised.at])
-        return SampledTokens(tokens, batch.num_logprobs, self._logprobs(raw, tokens, batch.num_logprobs))
+            chosen = _choose(self._edited(_usable(logits[group.at]), group), group)
+            tokens[group.at] = chosen
+            if group.penalised is not None:
+                self.state.history.count(group.penalised.slots, chosen[group.penalised.at])
+        asked = [(i, k) for i, k in enumerate(batch.num_logprobs) if k is not None]
+        logprobs = None
+        if asked:
+            at = torch.tensor([i for i, _ in asked], device=logits.device)
+            logprobs = _logprobs(logits, at, tokens[at], max(k for _, k in asked))
+        return SampledTokens(tokens, batch.num_logprobs, logprobs)
 
-    def _edited(self, raw: Tensor, batch: SamplingBatch) -> Tensor:
-        if batch.edits is None and batch.penalised is None:
-            return raw
-        # -inf must be left to mean forbidden, or a row could end up without a choice
-        z = raw.to(torch.float32, copy=True).clamp_(min=-HUGE)
-        if batch.edits is not None:
-            e = batch.edits
+    def _edited(self, z: Tensor, group: Group) -> Tensor:
+        if group.edits is None and group.penalised is None:
+            return z
+        z = z.clamp(min=-HUGE)  # a copy, in which -inf will only mean forbidden: what is allowed stays possible
+        if group.edits is not None:
+            e = group.edits
             edit_logits(z, e.keep_rows, e.keep, e.forbid, e.biased, e.bias)
-        if batch.penalised is not None:
-            penalties = batch.floats[batch.penalised.at, PENALTIES]
-            self.state.history.penalise(z, batch.penalised.at, batch.penalised.slots, penalties)
+        if group.penalised is not None:
+            at, slots = group.penalised.at, group.penalised.slots
+            self.state.history.penalise(z, at, slots, group.floats[at, PENALTIES])
             z.clamp_(max=HUGE)  # a repetition penalty near 0 may overflow
         return z
-
-    def _choose(self, z: Tensor, u: Tensor, floats: Tensor, top_k: Tensor, group: Group) -> Tensor:
-        if group.method == "greedy":
-            return greedy(z)
-        z = z.float()
-        temperature, top_p, min_p = floats[:, TEMPERATURE], floats[:, TOP_P], floats[:, MIN_P]
-        if group.method == "all":
-            return sample_all(z, u, temperature)
-        if group.method == "top_k":
-            return sample_top_k(z, u, temperature, top_k, top_p, min_p, group.width)
-        return sample_top_p(z, u, temperature, top_p, min_p)
-
-    def _logprobs(self, raw: Tensor, tokens: Tensor, num_logprobs: tuple[int | None, ...]) -> Logprobs | None:
-        asked = [i for i, k in enumerate(num_logprobs) if k is not None]
-        if not asked:
-            return None
-        most = max(k for k in num_logprobs if k is not None)
-        if len(asked) == len(num_logprobs):
-            return token_logprobs(raw, tokens, most)
-        at = torch.tensor(asked, device=raw.device)
-        return token_logprobs(raw[at], tokens[at], most)
 
 
 @torch.inference_mode()
 def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[TokenLogprobs]:
-    """Log-probabilities of known tokens: logits [N, V] at the positions before them, targets [N].
+    """Log-probabilities of known tokens: logits [N, V] at the positions before them, targets [N]."""
+    found = _logprobs(logits, torch.arange(len(targets), device=logits.device), targets, k)
+    return _to_messages(targets.tolist(), found, [k] * len(targets))
 
-    Works in chunks, so that memory beyond the logits stays the same however long the prompt is.
-    """
-    chunk = max(1, PROMPT_LOGPROBS_CHUNK_BYTES // (4 * logits.shape[1]))
-    entries: list[TokenLogprobs] = []
-    for start in range(0, len(targets), chunk):
-        part = targets[start : start + chunk]
-        found = token_logprobs(_usable(logits[start : start + chunk]), part, k)
-        entries += _to_messages(part.tolist(), found, [k] * len(part))
-    return entries
+
+def _method(p: SamplingParams, top_k: int) -> tuple[Method, int]:
+    if p.temperature < MIN_TEMPERATURE:
+        return "greedy", 0
+    if top_k:  # the width follows from top_k alone, so that sums over candidates don't depend on the batch
+        return "top_k", max(64, 1 << (top_k - 1).bit_length())
+    if np.float32(p.top_p) < 1:  # as the kernel will see it
+        return "top_p", 0
+    return ("min_p", 0) if p.min_p > 0 else ("all", 0)
+
+
+def _choose(z: Tensor, group: Group) -> Tensor:
+    temperature, top_p, min_p = group.floats[:, TEMPERATURE], group.floats[:, TOP_P], group.floats[:, MIN_P]
+    match group.method:
+        case "greedy":
+            return greedy(z)
+        case "all":
+            return sample_all(z, group.u, temperature)
+        case "top_k":
+            return sample_top_k(z, group.u, temperature, group.top_k, top_p, min_p, group.width)
+        case "min_p":
+            return sample_min_p(z, group.u, temperature, min_p)
+        case "top_p":
+            return sample_top_p(z, group.u, temperature, top_p, min_p)
 
 
 def _usable(logits: Tensor) -> Tensor:
-    """The same logits, with numbers in place of NaN and infinities in the rows that have no finite maximum."""
-    broken = ~logits.amax(-1).isfinite()
-    if not broken.any():
-        return logits
-    logits = logits.to(torch.float32, copy=True)
-    logits[broken] = torch.nan_to_num(logits[broken], nan=-HUGE, posinf=HUGE, neginf=-HUGE)
-    return logits
+    """Float32 logits (the same tensor if they are), with finite numbers in rows that have no finite maximum."""
+    z = logits.float()
+    broken = ~z.amax(-1).isfinite()
+    if broken.any():
+        z = z.clone()
+        z[broken] = torch.nan_to_num(z[broken], nan=-HUGE, posinf=HUGE, neginf=-HUGE)
+    return z
+
+
+def _logprobs(logits: Tensor, at: Tensor, targets: Tensor, k: int) -> Logprobs:
+    """Of rows `at`, a few at a time: memory beyond the logits stays the same however many there are."""
+    step = max_rows(logits.shape[1], logits.device)
+    parts = [
+        token_logprobs(_usable(logits[at[first : first + step]]), targets[first : first + step], k)
+        for first in range(0, max(1, len(at)), step)
+    ]
+    return Logprobs(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
 
 def _to_messages(targets: list[int], found: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
