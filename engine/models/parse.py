@@ -173,6 +173,10 @@ def _architecture(config: Mapping[str, Any], name: str) -> str:
     if len(architectures) != 1:
         raise UnsupportedModel(f"{name}: config.json should name one architecture, it has {architectures!r}")
     architecture: str = architectures[0]
+    if "text_config" in config:
+        raise UnsupportedModel(
+            f"{name}: {architecture} is multimodal (its config has a text_config); text models alone are served"
+        )
     return architecture
 
 
