@@ -1,7 +1,7 @@
 """Block tables of running sequences: which blocks hold their K/V, one table per block group, all of equal length.
 
-A sequence's tables grow together, one entry of each group per block_size tokens. A window group gives back what fell out
-of its window and keeps the null block there.
+A sequence's tables grow together, one entry per group for block_size tokens. A window group gives back what fell out of
+its window and keeps the null block there.
 """
 
 from __future__ import annotations

@@ -188,8 +188,8 @@ class Scheduler:
             raise PromptTooLong(num, room - 1, "KV cache size; raise kv_cache_memory_bytes")
         if self._max_len(request) > room:
             raise UserError(
-                f"the prompt's {num} tokens and max_tokens {request.params.max_tokens} exceed the {room} tokens that the "
-                f"KV cache allows; ask for at most {room - num} or raise kv_cache_memory_bytes",
+                f"the prompt's {num} tokens and max_tokens {request.params.max_tokens} exceed the {room} tokens that "
+                f"the KV cache allows; ask for at most {room - num} or raise kv_cache_memory_bytes",
                 "max_tokens",
             )
 
