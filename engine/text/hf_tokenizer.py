@@ -45,7 +45,7 @@ def read_hf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Let transformers make a tokenizer of other files, such as tokenizer.model. Importing it takes seconds: the last try."""
+    """Let transformers make a tokenizer of other files, such as tokenizer.model. It takes seconds: the last try."""
     try:
         from transformers import AutoTokenizer
 

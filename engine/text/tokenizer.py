@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from pagedray.engine.errors import ConfigError, UserError
+from pagedray.engine.text.chat_template import RESERVED, ChatTemplate
 from pagedray.engine.text.text_stream import ONE_PER_BYTE, TextStream, Utf8Stream, WindowStream
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> 
 
         tokenizer = read_hf_tokenizer(checkpoint)
     if chat_template is not None:
-        tokenizer.chat_templates = {"default": _read_template(chat_template)}
+        tokenizer.use_chat_template(_read_template(chat_template))
     return tokenizer
 
 
@@ -67,7 +68,7 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens = dict(special_tokens)
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
-        self.chat_templates = dict(chat_templates or {})
+        self._templates = {name: ChatTemplate(source) for name, source in (chat_templates or {}).items()}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self._bytes: dict[int, bytes] = {}
@@ -77,8 +78,51 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template for requests without tools."""
-        return self.chat_templates.get("default")
+        """Jinja source of the template for requests without tools."""
+        return self._templates["default"].source if "default" in self._templates else None
+
+    def use_chat_template(self, source: str) -> None:
+        """Replace the model's chat templates. Raises: ConfigError when the template has an error."""
+        template = ChatTemplate(source)
+        template.check()
+        self._templates = {"default": template}
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as text, to be encoded with add_special_tokens=False: the template writes bos itself.
+
+        Args:
+            messages: dicts with role and content, as in the chat API.
+            add_generation_prompt: end with the beginning of an answer.
+            continue_final_message: end where the last message's content ends; not together with the former.
+            kwargs: variables of the template, such as tools, documents, enable_thinking.
+
+        Raises:
+            UserError: there is no chat template, or it can't render these messages.
+        """
+        variables = {**self.special_tokens, **(kwargs or {})}
+        for name in RESERVED:
+            if name in variables:
+                raise UserError(
+                    f"chat_template_kwargs can't hold {name}; it is a field of its own", "chat_template_kwargs"
+                )
+        template = self._templates.get("default")
+        if variables.get("tools"):
+            template = self._templates.get("tool_use", template)
+        if template is None:
+            raise UserError("this model has no chat template; give one with --chat-template, or use completions")
+        return template.render(
+            messages,
+            variables,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the bos or eos ids that the model wants unless add_special_tokens is off.
