@@ -31,7 +31,10 @@ async def prepare(context: Context, body: dict[str, Any]) -> Job:
         params = msgspec.structs.replace(params, max_tokens=wire.max_completion_tokens)
     prompt_ids = await context.encoder.encode_chat(wire, facts)
     head = Head.new("chatcmpl", "chat.completion.chunk" if wire.stream else "chat.completion", wire.model, facts)
-    return Job([prompt_ids], params, ChatForm(wire, prompt_ids, context.tokenizer, head), wire, facts)
+    names = {"prompt": "messages"}
+    if wire.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return Job([prompt_ids], params, ChatForm(wire, prompt_ids, context.tokenizer, head), wire, facts, names)
 
 
 class ChatForm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
@@ -30,6 +31,8 @@ from pagedray.serving.openai.prompts import PromptEncoder
 from pagedray.serving.openai.schema import GenerationRequest
 
 log = logging.getLogger(__name__)
+
+THREAD_TOKENS = 16384  # checking and hashing more is done off the event loop, which serves all streams meanwhile
 
 
 def package_version() -> str:
@@ -111,6 +114,7 @@ class Job(msgspec.Struct, frozen=True):
     form: Form
     wire: GenerationRequest
     facts: EngineFacts
+    names: dict[str, str] = {}  # what the client calls a field, where that isn't the engine's name for it
     keeps_output: bool = True  # False: max_tokens 0, where the one token that is generated is not part of the answer
 
 
@@ -136,7 +140,10 @@ class Endpoint:
     async def _answer(self, body: bytes, send: Send, arrival_s: float) -> None:
         context = self._context
         job = await self._prepare(context, parse_object(body))
-        requests = self._requests(job)
+        if sum(map(len, job.prompts)) < THREAD_TOKENS:
+            requests = self._requests(job)
+        else:
+            requests = await asyncio.to_thread(self._requests, job)
         async with await context.client.submit(requests) as generation:
             answer = Answer(generation, len(requests), context.tokenizer, job.params, context.metrics, arrival_s)
             write = _stream if job.wire.stream else _whole
@@ -148,20 +155,25 @@ class Endpoint:
         if num > limit:
             raise UserError(f"prompts times n is {num}; at most {limit} (max_queued_requests) fit the queue", "prompt")
         internal_id = uuid.uuid4().hex  # never the client's: two live requests may carry the same X-Request-Id
-        return tuple(
-            request
-            for i, prompt_ids in enumerate(job.prompts)
-            for request in make_requests(
-                prompt_ids,
-                job.params,
-                job.facts,
-                request_id=f"{internal_id}-{i}",
-                client_id=self._context.client.client_id,
-                priority=job.wire.priority or 0,
-                cache_salt=job.wire.cache_salt or "",
-                arrival_s=time.time(),
+        try:
+            return tuple(
+                request
+                for i, prompt_ids in enumerate(job.prompts)
+                for request in make_requests(
+                    prompt_ids,
+                    job.params,
+                    job.facts,
+                    request_id=f"{internal_id}-{i}",
+                    client_id=self._context.client.client_id,
+                    priority=job.wire.priority or 0,
+                    cache_salt=job.wire.cache_salt or "",
+                    arrival_s=time.time(),
+                )
             )
-        )
+        except UserError as error:
+            if error.param is not None:
+                error.param = job.names.get(error.param, error.param)
+            raise
 
 
 async def _whole(job: Job, answer: Answer, send: Send) -> None:

@@ -1,0 +1,226 @@
+"""/v1/chat/completions over a fake worker whose tokens can be worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fakes import EOS_ID, greedy
+from tests.serving.rig import Rig, text_of, texts
+
+USER = [{"role": "user", "content": "hi"}]
+PATH = "/v1/chat/completions"
+
+
+def expected(prompt: str, num: int) -> str:
+    return text_of(greedy(list(prompt.encode()), num))
+
+
+async def test_a_whole_answer() -> None:
+    async with Rig() as rig:
+        got = await rig.chat(messages=USER, max_tokens=5)
+        assert got["object"] == "chat.completion"
+        assert got["choices"] == [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": expected("user:hi\nassistant:", 5), "refusal": None},
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ]
+        assert got["usage"]["prompt_tokens"] == len("user:hi\nassistant:")
+        assert got["usage"]["completion_tokens"] == 5
+
+
+async def test_a_stream_is_role_then_content_then_reason() -> None:
+    async with Rig() as rig:
+        chunks = await rig.stream(PATH, messages=USER, max_tokens=5)
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert all(set(chunk["choices"][0]["delta"]) == {"content"} for chunk in chunks[1:-1])
+        assert chunks[-1]["choices"][0]["delta"] == {}
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert texts(chunks) == {0: expected("user:hi\nassistant:", 5)}
+        assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_usage_comes_once_and_is_null_before() -> None:
+    async with Rig() as rig:
+        chunks = await rig.stream(PATH, messages=USER, max_tokens=5, n=2, stream_options={"include_usage": True})
+        assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"]["prompt_tokens"] == 18
+        assert chunks[-1]["usage"]["completion_tokens"] == 10
+        assert chunks[-1]["usage"]["total_tokens"] == 28
+        whole = await rig.chat(messages=USER, max_tokens=5, n=2, cache_salt="other")
+        assert {**whole["usage"], "prompt_tokens_details": None} == {
+            **chunks[-1]["usage"],
+            "prompt_tokens_details": None,
+        }
+
+
+async def test_continuous_usage_grows() -> None:
+    async with Rig() as rig:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = await rig.stream(PATH, messages=USER, max_tokens=4, stream_options=options)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[0] >= 1 and counts[-1] == 4
+        assert chunks[-1]["choices"] == []
+
+
+async def test_several_choices_stream_beside_each_other() -> None:
+    async with Rig() as rig:
+        chunks = await rig.stream(PATH, messages=USER, max_tokens=4, n=3)
+        assert texts(chunks) == {i: expected("user:hi\nassistant:", 4) for i in range(3)}
+        roles = [c["choices"][0]["index"] for c in chunks if "role" in c["choices"][0]["delta"]]
+        assert sorted(roles) == [0, 1, 2]
+
+
+async def test_without_max_tokens_an_answer_goes_on_to_the_limit() -> None:
+    async with Rig(max_model_len=40) as rig:
+        got = await rig.chat(messages=USER)
+        assert got["usage"]["total_tokens"] == 40
+        assert got["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "num"),
+    [
+        ({"max_completion_tokens": 3}, 3),
+        ({"max_tokens": 4}, 4),
+        ({"max_tokens": 9, "max_completion_tokens": 3}, 3),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, 3),
+    ],
+)
+async def test_max_completion_tokens_wins(fields: dict[str, int], num: int) -> None:
+    async with Rig() as rig:
+        assert (await rig.chat(messages=USER, **fields))["usage"]["completion_tokens"] == num
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_stand_beside_their_tokens(stream: bool) -> None:
+    data = "é!".encode()
+    body: dict[str, Any] = {"messages": USER, "allowed_token_ids": [*data, EOS_ID], "max_tokens": 9, "logprobs": True}
+    async with Rig() as rig:
+        for k in (None, 0, 2):
+            body["top_logprobs"] = k
+            if stream:
+                chunks = await rig.stream(PATH, **body)
+                entries = [e for c in chunks if (p := c["choices"][0]["logprobs"]) for e in p["content"]]
+                assert texts(chunks) == {0: "é!"}
+            else:
+                choice = (await rig.chat(**body))["choices"][0]
+                entries = choice["logprobs"]["content"]
+                assert choice["message"]["content"] == "é!"
+            assert [e["logprob"] for e in entries] == [-byte / 1000 for byte in [*data, EOS_ID]]
+            assert bytes(b for e in entries[:3] for b in e["bytes"]) == data
+            assert entries[2]["token"] == "!"
+            assert [len(e["top_logprobs"]) for e in entries] == [k or 0] * 4
+            if k == 2:
+                top = entries[2]["top_logprobs"]
+                assert [(t["token"], t["logprob"], t["bytes"]) for t in top] == [("!", -0.033, [33]), ('"', -0.034, [34])]
+
+
+async def test_a_second_turn_with_parts_and_null_content() -> None:
+    history = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "ann"},
+        {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "annotations": [],
+            "audio": None,
+            "function_call": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "user", "content": "and?"},
+    ]
+    prompt = "developer:be brief\nuser:a\nb\nassistant:\ntool:42\nassistant:no\nuser:and?\nassistant:"
+    async with Rig() as rig:
+        got = await rig.chat(messages=history, max_tokens=3, return_token_ids=True)
+        assert bytes(got["prompt_token_ids"]).decode() == prompt
+        assert got["choices"][0]["token_ids"] == greedy(prompt.encode(), 3)
+
+
+async def test_an_answer_can_be_sent_back_as_history() -> None:
+    async with Rig() as rig, rig.openai() as client:
+        first = await client.chat.completions.create(model="fake", messages=USER, max_tokens=3)
+        answer = first.choices[0].message
+        for message in (answer, answer.model_dump()):
+            again = await client.chat.completions.create(
+                model="fake", messages=[*USER, message, {"role": "user", "content": "more"}], max_tokens=2
+            )
+            assert again.usage is not None and again.usage.completion_tokens == 2
+
+
+async def test_continuing_the_last_message() -> None:
+    messages = [*USER, {"role": "assistant", "content": "We"}]
+    async with Rig() as rig:
+        got = await rig.chat(messages=messages, continue_final_message=True, max_tokens=1, return_token_ids=True)
+        assert bytes(got["prompt_token_ids"]) == b"user:hi\nassistant:We"
+        got = await rig.chat(messages=messages, add_generation_prompt=False, max_tokens=1, return_token_ids=True)
+        assert bytes(got["prompt_token_ids"]) == b"user:hi\nassistant:We\n"
+
+
+async def test_template_kwargs_reach_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Rig() as rig:
+        seen: list[Any] = []
+
+        def render(messages: Any, **kwargs: Any) -> str:
+            seen.append((messages, kwargs))
+            return "x"
+
+        monkeypatch.setattr(rig.tokenizer, "apply_chat_template", render)
+        await rig.chat(messages=USER, max_tokens=1, chat_template_kwargs={"enable_thinking": False})
+        assert seen == [
+            (USER, {"add_generation_prompt": True, "continue_final_message": False, "kwargs": {"enable_thinking": False}})
+        ]
+
+
+async def test_tool_arguments_reach_the_template_as_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Rig() as rig:
+        seen: list[Any] = []
+        monkeypatch.setattr(rig.tokenizer, "apply_chat_template", lambda messages, **kwargs: seen.append(messages) or "x")
+        for arguments, read in [('{"x": [1]}', {"x": [1]}), ("not json", "not json"), ("", {})]:
+            call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            await rig.chat(messages=[*USER, {"role": "assistant", "tool_calls": [call]}], max_tokens=1)
+            assert seen[-1][1]["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
+
+
+async def test_prompt_logprobs() -> None:
+    async with Rig() as rig:
+        got = await rig.chat(messages=USER, max_tokens=1, prompt_logprobs=0)
+        assert len(got["prompt_logprobs"]) == 18
+        assert got["prompt_logprobs"][0] is None
+        assert got["prompt_logprobs"][1] == {"115": {"logprob": -0.115, "rank": 1, "decoded_token": "s"}}
+
+
+async def test_the_prompt_ids_begin_a_stream() -> None:
+    async with Rig() as rig:
+        chunks = await rig.stream(PATH, messages=USER, max_tokens=3, n=2, return_token_ids=True)
+        assert [bytes(c["prompt_token_ids"]) for c in chunks if "prompt_token_ids" in c] == [b"user:hi\nassistant:"]
+        ids = [i for c in chunks if c["choices"][0]["index"] == 1 for i in c["choices"][0].get("token_ids", [])]
+        assert ids == greedy(b"user:hi\nassistant:", 3)
+
+
+async def test_fingerprint_and_id_name_the_server_and_the_answer() -> None:
+    async with Rig() as rig:
+        one, two = await rig.chat(messages=USER, max_tokens=1), await rig.chat(messages=USER, max_tokens=1)
+        assert one["system_fingerprint"] == two["system_fingerprint"]
+        assert one["id"] != two["id"]
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+async def test_emoji_cut_at_every_offset_join_to_the_whole(cut: int) -> None:
+    data = "👩‍👧".encode()[:cut]
+    async with Rig() as rig:
+        body: dict[str, Any] = {"messages": USER, "allowed_token_ids": list(data), "max_tokens": cut}
+        whole = (await rig.chat(**body))["choices"][0]["message"]["content"]
+        assert whole == data.decode("utf-8", "replace")
+        assert texts(await rig.stream(PATH, **body)) == {0: whole}
