@@ -1,0 +1,92 @@
+"""Gemma 3 text decoder: GQA, RMSNorm on each query and key head, norms before and after each half of a block, gated
+GELU; most layers see a sliding window and have a rotary base of their own. Source: arXiv:2503.19786.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedray.engine.layers.attention import PagedAttention
+from pagedray.engine.layers.embedding import Embedding, Head
+from pagedray.engine.layers.layer import Layer, Stack
+from pagedray.engine.layers.linear import Linear, QKVLinear
+from pagedray.engine.layers.loading import finish_loading
+from pagedray.engine.layers.mlp import GatedMLP
+from pagedray.engine.layers.norm import HeadNorm, RMSNorm
+from pagedray.engine.layers.rotary import Rotary, Rotation, apply_rotary
+from pagedray.engine.models.registry import register_model
+from pagedray.engine.models.spec import ModelSpec
+
+
+class Gemma3Attention(Layer):
+    def __init__(self, spec: ModelSpec, layer: int):
+        super().__init__()
+        heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.num_rotated = spec.num_heads + spec.num_kv_heads
+        self.qkv = QKVLinear(spec.hidden, *heads, spec.attention_bias)
+        self.qk_norm = HeadNorm(*heads, spec.norm_eps, zero_centred=True)
+        self.attn = PagedAttention(layer, spec)
+        self.out = Linear(spec.num_heads * spec.head_dim, spec.hidden, bias=spec.attention_out_bias)
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:  # x [T, hidden]
+        qkv = self.qkv(x)  # [T, H + 2K, D]
+        self.qk_norm(qkv)
+        apply_rotary(qkv, self.num_rotated, rotation)
+        return self.out(self.attn(qkv))  # [T, hidden]
+
+
+class Gemma3Block(Layer):
+    def __init__(self, spec: ModelSpec, layer: int):
+        super().__init__()
+        self.is_local = spec.windows[layer] is not None
+        self.attn_norm, self.after_attn_norm, self.mlp_norm, self.after_mlp_norm = (
+            RMSNorm(spec.hidden, spec.norm_eps, zero_centred=True) for _ in range(4)
+        )
+        self.attn = Gemma3Attention(spec, layer)
+        self.mlp = GatedMLP(spec)
+
+    def forward(self, x: Tensor, residual: Tensor, rotation: Rotation) -> Tensor:
+        """x: what the block before leaves to add to the residual, which is updated in place."""
+        x = self.after_attn_norm(self.attn(self.attn_norm(x, residual), rotation))
+        return self.after_mlp_norm(self.mlp(self.mlp_norm(x, residual)))
+
+
+@register_model("Gemma3ForCausalLM")
+class Gemma3ForCausalLM(Layer):
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.embed = Embedding(spec)
+        self.rotary = Rotary(spec.rope, spec.head_dim)
+        self.rotary_local = Rotary(spec.rope_local or spec.rope, spec.head_dim)
+        self.blocks: Stack[Gemma3Block] = Stack(Gemma3Block(spec, layer) for layer in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden, spec.norm_eps, zero_centred=True)
+        self.head = Head(spec, self.embed)
+
+    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(token_ids)
+        residual = torch.zeros_like(x)
+        rotation, rotation_local = self.rotary(positions), self.rotary_local(positions)
+        for block in self.blocks:
+            x = block(x, residual, rotation_local if block.is_local else rotation)
+        return self.norm(x, residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        slots = self.embed.slots("model.embed_tokens") | self.norm.slots("model.norm") | self.head.slots("lm_head")
+        for i, block in enumerate(self.blocks):
+            layer = f"model.layers.{i}"
+            slots |= block.attn_norm.slots(f"{layer}.input_layernorm")
+            slots |= block.attn.qkv.slots(*(f"{layer}.self_attn.{p}_proj" for p in "qkv"))
+            slots |= block.attn.qk_norm.slots(f"{layer}.self_attn.q_norm", f"{layer}.self_attn.k_norm")
+            slots |= block.attn.out.slots(f"{layer}.self_attn.o_proj")
+            slots |= block.after_attn_norm.slots(f"{layer}.post_attention_layernorm")
+            slots |= block.mlp_norm.slots(f"{layer}.pre_feedforward_layernorm")
+            slots |= block.mlp.slots(f"{layer}.mlp")
+            slots |= block.after_mlp_norm.slots(f"{layer}.post_feedforward_layernorm")
+        return slots
+
+    def finish_loading(self) -> None:
+        finish_loading(self)

@@ -1,0 +1,84 @@
+"""Llama-style dense decoder: GQA, SwiGLU, RMSNorm before each half of a block. Mistral adds a sliding window.
+
+Source: arXiv:2302.13971 (Llama), arXiv:2407.21783 (Llama 3), arXiv:2310.06825 (Mistral). SmolLM is a Llama.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedray.engine.layers.attention import PagedAttention
+from pagedray.engine.layers.embedding import Embedding, Head
+from pagedray.engine.layers.layer import Layer, Stack
+from pagedray.engine.layers.linear import Linear, QKVLinear
+from pagedray.engine.layers.loading import finish_loading
+from pagedray.engine.layers.mlp import GatedMLP
+from pagedray.engine.layers.norm import RMSNorm
+from pagedray.engine.layers.rotary import Rotary, Rotation, apply_rotary
+from pagedray.engine.models.registry import register_model
+from pagedray.engine.models.spec import ModelSpec
+
+
+class LlamaAttention(Layer):
+    def __init__(self, spec: ModelSpec, layer: int):
+        super().__init__()
+        self.num_rotated = spec.num_heads + spec.num_kv_heads
+        self.qkv = QKVLinear(spec.hidden, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_bias)
+        self.attn = PagedAttention(layer, spec)
+        self.out = Linear(spec.num_heads * spec.head_dim, spec.hidden, bias=spec.attention_out_bias)
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:  # x [T, hidden]
+        qkv = self.qkv(x)  # [T, H + 2K, D]
+        apply_rotary(qkv, self.num_rotated, rotation)
+        return self.out(self.attn(qkv))  # [T, hidden]
+
+
+class LlamaBlock(Layer):
+    def __init__(self, spec: ModelSpec, layer: int):
+        super().__init__()
+        self.attn_norm = RMSNorm(spec.hidden, spec.norm_eps)
+        self.attn = LlamaAttention(spec, layer)
+        self.mlp_norm = RMSNorm(spec.hidden, spec.norm_eps)
+        self.mlp = GatedMLP(spec)
+
+    def forward(self, x: Tensor, residual: Tensor, rotation: Rotation) -> Tensor:
+        """x: what the block before leaves to add to the residual, which is updated in place."""
+        x = self.attn(self.attn_norm(x, residual), rotation)
+        return self.mlp(self.mlp_norm(x, residual))
+
+
+@register_model("LlamaForCausalLM", "MistralForCausalLM")
+class LlamaForCausalLM(Layer):
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.embed = Embedding(spec)
+        self.rotary = Rotary(spec.rope, spec.head_dim)
+        self.blocks: Stack[LlamaBlock] = Stack(LlamaBlock(spec, layer) for layer in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden, spec.norm_eps)
+        self.head = Head(spec, self.embed)
+
+    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(token_ids)
+        residual = torch.zeros_like(x)
+        rotation = self.rotary(positions)
+        for block in self.blocks:
+            x = block(x, residual, rotation)
+        return self.norm(x, residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        slots = self.embed.slots("model.embed_tokens") | self.norm.slots("model.norm") | self.head.slots("lm_head")
+        for i, block in enumerate(self.blocks):
+            layer = f"model.layers.{i}"
+            slots |= block.attn_norm.slots(f"{layer}.input_layernorm")
+            slots |= block.attn.qkv.slots(*(f"{layer}.self_attn.{p}_proj" for p in "qkv"))
+            slots |= block.attn.out.slots(f"{layer}.self_attn.o_proj")
+            slots |= block.mlp_norm.slots(f"{layer}.post_attention_layernorm")
+            slots |= block.mlp.slots(f"{layer}.mlp")
+        return slots
+
+    def finish_loading(self) -> None:
+        finish_loading(self)
