@@ -1,4 +1,4 @@
-"""Reads a checkpoint's config into a `ModelSpec`. No torch here.
+"""Reads a checkpoint's config into a `ModelSpec`. No torch here for the families below.
 
 Keys are those of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters). A missing key has the default of
 the architecture's own config class. A value that would change the numbers and isn't implemented is refused by name.
@@ -93,11 +93,15 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
     """The model in numbers.
 
     Raises:
-        UnsupportedModel: a value that isn't implemented, by name. An unknown architecture is the registry's error.
+        UnsupportedModel: a value that isn't implemented, by name, or an unknown architecture.
         ConfigError: a key that is missing or has no sensible value.
     """
     config, name = checkpoint.config, checkpoint.name
     architecture = _architecture(config, name)
+    if architecture not in _FAMILIES:
+        from pagedray.engine.models.registry import get_model_class  # needs torch
+
+        get_model_class(architecture)  # knows what there is, and the names near to it
     family = _FAMILIES.get(architecture, _Family(_LLAMA, mlp_bias=True))
     values = _Values({**family.defaults, **config}, name)
     for key, allowed in _ONLY.items():

@@ -275,6 +275,7 @@ def test_values_that_are_not_implemented_are_refused_by_name(keys, part):
         ("Gemma3ForCausalLM", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
         ("Gemma3ForCausalLM", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ("Qwen3ForCausalLM", {"layer_types": ["full_attention"] * 3, "num_key_value_heads": 8}, "4 entries"),
+        ("LlamaForCausalLn", {"hidden_size": None}, "did you mean LlamaForCausalLM"),
         ("Gemma3ForConditionalGeneration", {"text_config": SIZES}, "Gemma3ForConditionalGeneration is multimodal"),
     ],
 )
