@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pagedray.kernels.case import Case
 from pagedray.kernels.top_candidates import top_candidates, top_candidates_ref
 
 
@@ -43,3 +44,16 @@ def token_logprobs(logits: Tensor, targets: Tensor, k: int) -> Logprobs:
     higher = torch.gt(z, z.gather(1, at), out=torch.empty_like(z))
     rank = 1 + higher.sum(-1).to(torch.int64)
     return Logprobs(logprobs.gather(1, at).squeeze(1), rank, top_ids, logprobs.gather(1, top_ids))
+
+
+def make_inputs(case: Case) -> tuple[Tensor, Tensor, int]:
+    targets = torch.randint(0, case["V"], (case["N"],), generator=torch.Generator().manual_seed(7))
+    return case.randn(case["N"], case["V"]), targets, case["k"]
+
+
+CASES = [
+    Case("token_logprobs", N=1, V=7, k=3),
+    Case("token_logprobs", N=5, V=5003, k=20),
+    Case("token_logprobs", N=64, V=49152, k=0),
+    Case("token_logprobs", N=10, V=49152, k=5, dtype=torch.bfloat16, rtol=2e-5),
+]

@@ -13,29 +13,27 @@ Source   Keskar et al. 2019, arXiv:1909.05858 (repetition); OpenAI's API referen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
+
+from pagedray.kernels.case import Case
 
 
 def apply_penalties_ref(
     logits: Tensor,
-    prompts: Sequence[Sequence[int]],
-    outputs: Sequence[Sequence[int]],
+    rows: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    num_unique: Tensor,
     repetition: Tensor,
     presence: Tensor,
     frequency: Tensor,
-) -> Tensor:
-    """The definition, from whole histories; returns new logits."""
-    counts = torch.zeros_like(logits)
-    seen = torch.zeros_like(logits, dtype=torch.bool)
-    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        counts[row] = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=logits.shape[1])
-        seen[row, list({*prompt, *output})] = True
-    repetition, presence, frequency = (x.unsqueeze(1) for x in (repetition, presence, frequency))
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    return torch.where(seen, repeated, logits) - frequency * counts - presence * (counts > 0)
+) -> None:
+    for e, row in enumerate(rows.tolist()):
+        for token_id, count in zip(ids[e, : num_unique[e]].tolist(), counts[e].tolist(), strict=False):
+            z = logits[row, token_id]
+            z = z / repetition[e] if z > 0 else z * repetition[e]
+            logits[row, token_id] = z - frequency[e] * count - presence[e] * (count > 0)
 
 
 def apply_penalties(
@@ -57,3 +55,21 @@ def apply_penalties(
     z = torch.where(z > 0, z / repetition, z * repetition)
     z = z - frequency * counts - presence * (counts > 0)
     logits.view(-1)[at] = z
+
+
+def make_inputs(case: Case) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(7)
+    num_rows, length = case["E"], case["L"]
+    rows = torch.randperm(case["S"], generator=generator)[:num_rows]
+    ids = torch.stack([torch.randperm(case["V"], generator=generator)[:length] for _ in range(num_rows)])
+    counts = torch.randint(0, 4, (num_rows, length), generator=generator, dtype=torch.int32)
+    num_unique = torch.randint(1, length + 1, (num_rows,), generator=generator)
+    repetition, presence, frequency = torch.rand((3, num_rows), generator=generator)
+    return case.randn(case["S"], case["V"]), rows, ids, counts, num_unique, repetition + 0.5, presence, frequency
+
+
+CASES = [
+    Case("apply_penalties", S=1, V=7, E=1, L=3),
+    Case("apply_penalties", S=9, V=100, E=4, L=60),
+    Case("apply_penalties", S=16, V=49152, E=16, L=400),
+]

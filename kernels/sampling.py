@@ -26,6 +26,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from pagedray.kernels.case import Case
 from pagedray.kernels.top_candidates import BLOCK, top_candidates, top_candidates_ref
 
 NUM_CANDIDATES = 128
@@ -49,6 +50,30 @@ def sample_ref(z: Tensor, u: Tensor, temperature: Tensor, top_k: Tensor, top_p: 
         position = int((cumulative <= u[row] * cumulative[-1]).sum())
         tokens.append(min(position, int(in_id_order.nonzero()[-1])))
     return torch.tensor(tokens, dtype=torch.int64, device=z.device)
+
+
+def greedy_ref(z: Tensor) -> Tensor:
+    return top_candidates_ref(z, 1)[1].squeeze(1)
+
+
+def sample_all_ref(z: Tensor, u: Tensor, temperature: Tensor) -> Tensor:
+    off = torch.zeros_like(temperature)
+    return sample_ref(z, u, temperature, off.to(torch.int64), off + 1, off)
+
+
+def sample_top_k_ref(
+    z: Tensor, u: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: int
+) -> Tensor:
+    return sample_ref(z, u, temperature, top_k, top_p, min_p)
+
+
+def sample_min_p_ref(z: Tensor, u: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    off = torch.zeros_like(temperature)
+    return sample_ref(z, u, temperature, off.to(torch.int64), off + 1, min_p)
+
+
+def sample_top_p_ref(z: Tensor, u: Tensor, temperature: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    return sample_ref(z, u, temperature, torch.zeros_like(temperature, dtype=torch.int64), top_p, min_p)
 
 
 def greedy(z: Tensor) -> Tensor:
@@ -185,3 +210,38 @@ def _block_ids(blocks: Tensor, vocab: int) -> Tensor:
     """Ids of one block per row, [R] → [R, 64]; past the vocabulary its last id repeats."""
     ids = blocks.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=blocks.device)
     return ids.clamp_(max=vocab - 1)
+
+
+def make_inputs(case: Case) -> tuple[Tensor | int, ...]:
+    generator = torch.Generator().manual_seed(7)
+    num_rows = case["R"]
+    z = case.randn(num_rows, case["V"]).float() * case.get("scale", 3)
+    temperature, top_p, min_p = 0.5 + torch.rand((3, num_rows), generator=generator) / 2
+    top_k = torch.randint(1, case.get("width", 1) + 1, (num_rows,), generator=generator)
+    u = torch.rand(num_rows, generator=generator, dtype=torch.float64)
+    inputs: dict[str, tuple[Tensor | int, ...]] = {
+        "greedy": (z,),
+        "sample_all": (z, u, temperature),
+        "sample_min_p": (z, u, temperature, min_p / 20),
+        "sample_top_p": (z, u, temperature, top_p, min_p / 200),
+        "sample_top_k": (z, u, temperature, top_k, top_p, min_p / 20, case.get("width")),
+    }
+    return inputs[case.op]
+
+
+CASES = [
+    Case("greedy", R=1, V=7),
+    Case("greedy", R=64, V=49152),
+    Case("greedy", R=9, V=50257, dtype=torch.bfloat16),
+    Case("sample_all", R=1, V=7),
+    Case("sample_all", R=64, V=49152),
+    Case("sample_all", R=9, V=50257, dtype=torch.bfloat16),
+    Case("sample_min_p", R=1, V=7),
+    Case("sample_min_p", R=64, V=49152),
+    Case("sample_top_p", R=1, V=7),
+    Case("sample_top_p", R=64, V=49152, scale=6),
+    Case("sample_top_p", R=9, V=50257, scale=1, dtype=torch.bfloat16),
+    Case("sample_top_k", R=1, V=7, width=64),
+    Case("sample_top_k", R=64, V=49152, width=64),
+    Case("sample_top_k", R=9, V=50257, width=512, dtype=torch.bfloat16),
+]

@@ -16,6 +16,8 @@ from math import inf
 import torch
 from torch import Tensor
 
+from pagedray.kernels.case import Case
+
 BLOCK = 64
 _ID_BITS = 32
 _ID_MASK = (1 << _ID_BITS) - 1
@@ -69,3 +71,15 @@ def _order_keys(values: Tensor, ids: Tensor) -> Tensor:
 
 def _key_ids(keys: Tensor) -> Tensor:
     return _ID_MASK - (keys & _ID_MASK)
+
+
+def make_inputs(case: Case) -> tuple[Tensor, int]:
+    return case.randn(case["R"], case["V"]).float(), case["k"]
+
+
+CASES = [
+    Case("top_candidates", R=1, V=7, k=20),
+    Case("top_candidates", R=3, V=1000, k=5, dtype=torch.bfloat16),
+    Case("top_candidates", R=5, V=50257, k=50),
+    Case("top_candidates", R=64, V=49152, k=128, dtype=torch.bfloat16),
+]
