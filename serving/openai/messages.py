@@ -1,10 +1,8 @@
-"""Chat messages: from the wire to what a chat template reads, with the path of whatever is wrong."""
+"""Chat messages as they come from a client, checked, with the path of whatever is wrong."""
 
 from __future__ import annotations
 
 from typing import Any
-
-import msgspec
 
 from pagedray.engine.errors import Unsupported, UserError
 from pagedray.serving.limits import json_type
@@ -21,8 +19,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
 EMPTY_IN_HISTORY = ("annotations", "audio", "function_call", "refusal", "tool_calls", "reasoning", "reasoning_content")
 
 
-def template_messages(messages: list[Any]) -> list[dict[str, Any]]:
-    """Checked messages, each with string content: text parts are joined by line feeds, null is the empty string.
+def check_messages(messages: list[Any]) -> list[dict[str, Any]]:
+    """The messages without what says nothing. Content is a string, a list of text parts, or null in an answer.
 
     Raises:
         UserError: a message is malformed; `param` is the path of the part.
@@ -48,7 +46,8 @@ def _message(message: Any, path: str) -> dict[str, Any]:
         if name not in FIELDS[role]:
             raise UserError(f"{path}: unknown field {name[:64]!r} in a {role} message", f"{path}.{name[:64]}")
         if name == "tool_calls":
-            out[name] = _tool_calls(value, f"{path}.tool_calls")
+            _check_tool_calls(value, f"{path}.tool_calls")
+            out[name] = value
         elif not isinstance(value, str):
             raise UserError(f"{path}.{name} must be a string, not {json_type(value)}", f"{path}.{name}")
         elif name != "refusal":
@@ -58,21 +57,21 @@ def _message(message: Any, path: str) -> dict[str, Any]:
     return out
 
 
-def _content(message: dict[str, Any], role: str, path: str) -> str:
+def _content(message: dict[str, Any], role: str, path: str) -> str | list[dict[str, str]] | None:
     content = message.get("content")
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "\n".join(_part(part, role, f"{path}.content[{i}]") for i, part in enumerate(content))
+        return [_part(part, role, f"{path}.content[{i}]") for i, part in enumerate(content)]
     if content is None and role == "assistant":
-        return ""
+        return None
     what = (
         "is missing" if "content" not in message else f"must be a string or a list of parts, not {json_type(content)}"
     )
     raise UserError(f"{path}.content {what}", f"{path}.content")
 
 
-def _part(part: Any, role: str, path: str) -> str:
+def _part(part: Any, role: str, path: str) -> dict[str, str]:
     if not isinstance(part, dict):
         raise UserError(f"{path} must be an object, not {json_type(part)}", path)
     kind = part.get("type")
@@ -83,28 +82,19 @@ def _part(part: Any, role: str, path: str) -> str:
         unknown = [name for name, value in part.items() if name not in ("type", kind) and value is not None]
         if unknown:
             raise UserError(f"{path}: unknown field {unknown[0][:64]!r}", f"{path}.{unknown[0][:64]}")
-        return text
+        return {"type": "text", "text": text}
     if isinstance(kind, str):
         raise Unsupported(f"{path}: parts of type {kind[:64]!r} are not implemented, only text", f"{path}.type")
     raise UserError(f"{path}.type must be a string, not {json_type(kind)}", f"{path}.type")
 
 
-def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Calls of an earlier answer. Templates print arguments as an object, so their JSON text is parsed."""
+def _check_tool_calls(calls: Any, path: str) -> None:
+    """Calls of an earlier answer; the template reads them."""
     if not isinstance(calls, list):
         raise UserError(f"{path} must be an array, not {json_type(calls)}", path)
-    out = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(f"{path}[{i}] must have a function with a name", f"{path}[{i}]")
-        arguments = function.get("arguments", "")
-        if not isinstance(arguments, str):
+        if not isinstance(function.get("arguments", ""), str):
             raise UserError(f"{path}[{i}].function.arguments must be a string", f"{path}[{i}].function.arguments")
-        try:
-            parsed = msgspec.json.decode(arguments) if arguments else {}
-        except (msgspec.DecodeError, RecursionError):
-            parsed = arguments
-        function = {"name": function["name"], "arguments": parsed if isinstance(parsed, dict) else arguments}
-        out.append({"id": str(call.get("id", "")), "type": "function", "function": function})
-    return out

@@ -10,7 +10,7 @@ from pagedray.engine.config import EngineFacts
 from pagedray.engine.errors import UserError
 from pagedray.engine.text.tokenizer import Tokenizer
 from pagedray.serving.limits import json_type
-from pagedray.serving.openai.messages import template_messages
+from pagedray.serving.openai.messages import check_messages
 from pagedray.serving.openai.schema import ChatRequest, TokenizeRequest
 
 THREAD_CHARS = 4096  # longer texts are tokenized off the event loop, which serves all streams meanwhile
@@ -69,18 +69,15 @@ class PromptEncoder:
 
     async def encode_chat(self, request: ChatRequest | TokenizeRequest, facts: EngineFacts) -> list[int]:
         """Ids of a conversation. Raises UserError for malformed messages, and for what the template refuses."""
-        messages = template_messages(request.messages or [])
+        messages = check_messages(request.messages or [])
         continues = bool(request.continue_final_message)
         begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=begins,
-                continue_final_message=continues,
-                kwargs=request.chat_template_kwargs or {},
-            )
-        except RecursionError:
-            raise UserError("the chat template can't print values nested so deeply", "messages") from None
+        text = self._tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=begins,
+            continue_final_message=continues,
+            kwargs=request.chat_template_kwargs or {},
+        )
         special = bool(request.add_special_tokens)  # a template writes the special tokens itself
         return (await self.encode([text], facts, add_special_tokens=special, param="messages"))[0]
 

@@ -19,6 +19,7 @@ from pagedray.engine.errors import EngineDead
 from pagedray.engine.executor import LocalExecutor
 from pagedray.engine.messages import Request, UpdateBatch
 from pagedray.engine.metrics import EngineStats
+from pagedray.engine.text.chat_template import ChatTemplate
 from pagedray.serving.app import create_app
 from pagedray.serving.client import Deadlines, EngineClient, EngineLink
 from tests.fakes import ByteTokenizer, FakeWorker
@@ -85,6 +86,20 @@ class LocalLink:
         return self.engine.stats().scheduler.num_used_blocks
 
 
+TEMPLATE = """{%- for message in messages -%}
+{{ message.role }}:{{ message.content }}
+{% endfor -%}
+{%- if note %}{{ note | tojson }}{% endif -%}
+{%- if add_generation_prompt %}assistant:{% endif -%}"""
+
+
+class TemplatedTokenizer(ByteTokenizer):
+    """Bytes, with a real chat template."""
+
+    def apply_chat_template(self, messages: Any, *, kwargs: Any = None, **how: bool) -> str:
+        return ChatTemplate(TEMPLATE).render(messages, kwargs or {}, **how)
+
+
 class Rig:
     """Engines, client and app. `http` talks to the app without a socket; `served()` puts it on a loopback port."""
 
@@ -101,7 +116,7 @@ class Rig:
         self.config = load_config(overrides={"num_kv_blocks": 256, "block_size": 4, **settings})
         self.client = EngineClient(self.config.failure, on_link_dead, deadlines or Deadlines())
         self.links: list[LocalLink] = []
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer = TemplatedTokenizer()
         self.app: Starlette = create_app(self.client, self.tokenizer, self.config)  # type: ignore[arg-type]
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test", timeout=60)
 
@@ -176,7 +191,10 @@ class Rig:
     @asynccontextmanager
     async def openai(self) -> AsyncIterator[openai.AsyncOpenAI]:
         """The official client against a served app."""
-        async with self.served() as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        async with (
+            self.served() as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
             yield client
 
 

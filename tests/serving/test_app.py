@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagedray.serving.client import Deadlines
 from pagedray.serving.openai import prompts
-from tests.fakes import SlowFakeWorker
-from tests.serving.rig import Rig, texts
+from tests.fakes import SlowFakeWorker, greedy
+from tests.serving.rig import Rig, text_of
 
 
 async def test_models() -> None:
@@ -108,7 +108,9 @@ async def test_long_texts_are_tokenized_off_the_loop(length: int, monkeypatch: p
 
         monkeypatch.setattr(rig.tokenizer, "encode", watched)
         await rig.post("/tokenize", {"prompt": "a" * length})
-        await rig.post("/v1/completions", {"model": "fake", "prompt": ["a" * (length // 2), "b" * (length - length // 2)]})
+        await rig.post(
+            "/v1/completions", {"model": "fake", "prompt": ["a" * (length // 2), "b" * (length - length // 2)]}
+        )
         on_loop = length < prompts.THREAD_CHARS
         assert threads == [on_loop] * 3
 
@@ -204,5 +206,5 @@ async def test_chunks_reach_a_socket_one_by_one() -> None:
         stream = await client.completions.create(model="fake", prompt="x", max_tokens=5, stream=True)
         async for chunk in stream:
             seen.append((chunk.choices[0].text, rig.links[0].engine.stats().generated_tokens))
-        assert [text for text, _ in seen] == [t for t in texts(await rig.stream("/v1/completions", prompt="x", max_tokens=5))[0]]
+        assert "".join(text for text, _ in seen) == text_of(greedy(b"x", 5))
         assert seen[0][1] < 5  # the first came before the last was made

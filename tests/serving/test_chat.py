@@ -121,7 +121,10 @@ async def test_logprobs_stand_beside_their_tokens(stream: bool) -> None:
             assert [len(e["top_logprobs"]) for e in entries] == [k or 0] * 4
             if k == 2:
                 top = entries[2]["top_logprobs"]
-                assert [(t["token"], t["logprob"], t["bytes"]) for t in top] == [("!", -0.033, [33]), ('"', -0.034, [34])]
+                assert [(t["token"], t["logprob"], t["bytes"]) for t in top] == [
+                    ("!", -0.033, [33]),
+                    ('"', -0.034, [34]),
+                ]
 
 
 async def test_a_second_turn_with_parts_and_null_content() -> None:
@@ -141,7 +144,7 @@ async def test_a_second_turn_with_parts_and_null_content() -> None:
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
         {"role": "user", "content": "and?"},
     ]
-    prompt = "developer:be brief\nuser:a\nb\nassistant:\ntool:42\nassistant:no\nuser:and?\nassistant:"
+    prompt = "system:be brief\nuser:a\nb\nassistant:\ntool:42\nassistant:no\nuser:and?\nassistant:"
     async with Rig() as rig:
         got = await rig.chat(messages=history, max_tokens=3, return_token_ids=True)
         assert bytes(got["prompt_token_ids"]).decode() == prompt
@@ -168,29 +171,11 @@ async def test_continuing_the_last_message() -> None:
         assert bytes(got["prompt_token_ids"]) == b"user:hi\nassistant:We\n"
 
 
-async def test_template_kwargs_reach_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_template_kwargs_reach_the_template() -> None:
     async with Rig() as rig:
-        seen: list[Any] = []
-
-        def render(messages: Any, **kwargs: Any) -> str:
-            seen.append((messages, kwargs))
-            return "x"
-
-        monkeypatch.setattr(rig.tokenizer, "apply_chat_template", render)
-        await rig.chat(messages=USER, max_tokens=1, chat_template_kwargs={"enable_thinking": False})
-        assert seen == [
-            (USER, {"add_generation_prompt": True, "continue_final_message": False, "kwargs": {"enable_thinking": False}})
-        ]
-
-
-async def test_tool_arguments_reach_the_template_as_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Rig() as rig:
-        seen: list[Any] = []
-        monkeypatch.setattr(rig.tokenizer, "apply_chat_template", lambda messages, **kwargs: seen.append(messages) or "x")
-        for arguments, read in [('{"x": [1]}', {"x": [1]}), ("not json", "not json"), ("", {})]:
-            call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-            await rig.chat(messages=[*USER, {"role": "assistant", "tool_calls": [call]}], max_tokens=1)
-            assert seen[-1][1]["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
+        kwargs = {"note": {"deep": [1]}}
+        got = await rig.chat(messages=USER, max_tokens=1, chat_template_kwargs=kwargs, return_token_ids=True)
+        assert bytes(got["prompt_token_ids"]) == b'user:hi\n{"deep": [1]}assistant:'
 
 
 async def test_prompt_logprobs() -> None:

@@ -140,8 +140,15 @@ async def test_repeats_are_dropped(client: EngineClient, repeat: RequestUpdate, 
         lp = tuple(fake_logprobs(i, 0) for i in (10, 11))
         link.send(update(0, 10, 11, logprobs=lp))
         await generation.next()
-        link.send(update(repeat.first, *repeat.token_ids, finish_reason=repeat.finish_reason,
-                         logprobs=tuple(fake_logprobs(i, 0) for i in repeat.token_ids)), seq=2)
+        link.send(
+            update(
+                repeat.first,
+                *repeat.token_ids,
+                finish_reason=repeat.finish_reason,
+                logprobs=tuple(fake_logprobs(i, 0) for i in repeat.token_ids),
+            ),
+            seq=2,
+        )
         link.send(update(2 if news is None else news[0] + len(news[1]), 99, logprobs=(fake_logprobs(99, 0),)), seq=3)
         await settle()
         got = [(u.first, u.token_ids, tuple(e.token_id for e in u.logprobs)) for _, u in await generation.next()]
@@ -165,7 +172,9 @@ async def test_prompt_logprobs_are_delivered_once(client: EngineClient) -> None:
         link.send(update(0, prompt_logprobs=part(1, 6)), seq=3)
         link.send(update(0, 50, prompt_logprobs=part(6, 8), finish_reason="length"), seq=4)
         await settle()
-        got = [(p.start, [e.token_id for e in p.entries]) for _, u in await generation.next() for p in u.prompt_logprobs]
+        got = [
+            (p.start, [e.token_id for e in p.entries]) for _, u in await generation.next() for p in u.prompt_logprobs
+        ]
         assert got == [(1, [1, 2, 3]), (4, [4, 5]), (6, [6, 7])]
 
 
@@ -357,7 +366,8 @@ async def test_requests_of_a_dead_engine_continue_on_another(death: Exception | 
         assert all(r.client_id == "c" and r.prompt_ids == (0, 1, 2) for r in two.submitted)
         one.send(update(2, 99, name="a"))  # a dead engine says nothing any more
         two.send(
-            update(2, 8, name=moved["a"].id, finish_reason="stop"), update(1, 9, name=moved["b"].id, finish_reason="stop")
+            update(2, 8, name=moved["a"].id, finish_reason="stop"),
+            update(1, 9, name=moved["b"].id, finish_reason="stop"),
         )
         got = [(i, u.first, u.token_ids) for i, u in await generation.next()]
         assert sorted(got) == [(0, 2, (8,)), (1, 1, (9,))]
@@ -377,7 +387,9 @@ async def test_half_delivered_prompt_logprobs_are_asked_for_again() -> None:
         await settle()
         assert two.submitted[0].params.prompt_logprobs == 2
         entries = tuple(fake_logprobs(i, 0) for i in (1, 2, 3))
-        two.send(update(0, 9, name=two.submitted[0].id, prompt_logprobs=(PromptLogprobs(1, entries),), finish_reason="stop"))
+        two.send(
+            update(0, 9, name=two.submitted[0].id, prompt_logprobs=(PromptLogprobs(1, entries),), finish_reason="stop")
+        )
         ((_, got),) = await generation.next()
         assert got.prompt_logprobs == (PromptLogprobs(2, entries[1:]),)
     await client.close()

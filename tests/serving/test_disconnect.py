@@ -98,7 +98,9 @@ async def test_a_cancelled_handler_frees_everything() -> None:
     async with Rig(SlowFakeWorker) as rig:
         for stream in (False, True):
             asking = asyncio.ensure_future(
-                rig.post("/v1/completions", {"model": "fake", "prompt": "x", "max_tokens": 500, "stream": stream, "n": 2})
+                rig.post(
+                    "/v1/completions", {"model": "fake", "prompt": "x", "max_tokens": 500, "stream": stream, "n": 2}
+                )
             )
             while rig.links[0].engine.stats().scheduler.num_running < 2:
                 await asyncio.sleep(0.002)
