@@ -1,6 +1,6 @@
 """From settings to a Serve application: an ingress deployment in front of an engine deployment.
 
-`serve run pagedray.deployments:build model=DIR`, `serve deploy deployments/serve.yaml` and `pagedray serve` all end here.
+`serve run pagedray.deployments:build model=DIR`, `serve deploy deployments/serve.yaml` and `pagedray serve` end here.
 Nothing heavy is imported before a function is called: the command sets Ray's environment first.
 """
 
@@ -43,8 +43,8 @@ def build(args: dict[str, Any]) -> Application:
     """The application for these settings.
 
     Args:
-        args: any field of the configuration tree, flat ({"model": …}) or by leaf ({"model": {"model": …}}); values may be
-            texts, as `serve run` gives them.
+        args: any field of the configuration tree, flat ({"model": …}) or by leaf ({"model": {"model": …}}). Values may
+            be texts, as `serve run` gives them.
 
     Raises:
         ConfigError: a setting that is unknown, wrong, or not the application's to choose.

@@ -12,6 +12,8 @@ from pagedray.engine.errors import EngineDead, PagedrayError
 
 Actor = Any  # an ActorHandle; Ray's types lose the results of its methods
 
+MAX_DETAIL = 300  # characters of Ray's account
+
 
 async def answer(ref: Awaitable[Any], timeout_s: float | None, callee: str) -> Any:
     """What a remote call returns.
@@ -43,4 +45,5 @@ def _meaning(error: RayError, callee: str) -> PagedrayError:
         return EngineDead(f"{callee} failed: {type(cause).__name__}: {cause}")
     if isinstance(error, TaskCancelledError):
         return EngineDead(f"a call to {callee} was cancelled")
-    return EngineDead(f"{callee} died ({type(error).__name__})")
+    last_line = (str(error).strip().splitlines() or [""])[-1]  # Ray puts what it knows about a dead process there
+    return EngineDead(f"{callee} died: {type(error).__name__}: {last_line[:MAX_DETAIL]}")

@@ -1,6 +1,6 @@
 """Where the actors of an application are found: by name, in a Ray namespace of their own.
 
-The namespace tells models apart, so that during a redeploy with another model an ingress finds only engines whose tokens
+The namespace tells models apart: during a redeploy with another model an ingress must find only engines whose tokens
 mean what its tokenizer says.
 """
 

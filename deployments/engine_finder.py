@@ -58,7 +58,7 @@ class EngineFinder:
                 continue
 
     async def _connect(self, client: EngineClient, engine_id: str, scheduler: Actor) -> None:
-        """Wait for the engine to be ready, however long it loads; its death ends the wait, and the next look tries again."""
+        """Wait for the engine to be ready, however long it loads. Its death ends the wait; the next look retries."""
         try:
             facts = decode(EngineFacts, await answer(scheduler.facts.remote(), None, f"engine {engine_id}"))
         except PagedrayError:

@@ -1,7 +1,8 @@
 """The engine replica: a Serve replica that owns a placement group, starts an engine in it, watches it and rebuilds it.
 
-No request passes through it: ingresses find the scheduler by name. When any part of the engine dies or hangs, the replica
-kills the rest and starts anew in the same placement group; Serve replaces the replica only when that fails again and again.
+No request passes through it: ingresses find the scheduler by name. When any part of the engine dies or hangs, the
+replica kills the rest and starts anew in the same placement group. Only when that fails again and again does Serve
+replace the replica.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class EngineReplica:
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def check_health(self) -> None:
-        """Raise once the engine can't be rebuilt here. While it is being rebuilt, replacing the replica would not help."""
+        """Raise once the engine can't be rebuilt; while it is being rebuilt, replacing the replica would not help."""
         if self._supervisor.done():
             raise EngineDead(f"the engine can't be rebuilt: {self._supervisor.exception()}")
 

@@ -106,7 +106,7 @@ class EngineUnit:
         return facts
 
     async def _follow_pulse(self) -> None:
-        """Pass the scheduler's log on; raises EngineDead when its event loop hangs for longer than stall_threshold_s."""
+        """Pass the scheduler's log on. Raises EngineDead when its event loop hangs for over stall_threshold_s."""
         while True:
             await asyncio.sleep(PULSE_S)
             call = self._scheduler.handle.pulse.remote()

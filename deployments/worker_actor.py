@@ -1,4 +1,4 @@
-"""One rank of a gang as a Ray actor: `load`, then `step` and `flush`; the work itself is `engine.worker.worker.Worker`'s.
+"""One rank of a gang as a Ray actor: `load`, then `step` and `flush`. The work is `engine.worker.worker.Worker`'s.
 
 Methods run in threads of their own (concurrency groups), so that none waits for a step but those that must.
 """
@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 from typing import Any, Protocol, TextIO
 
 import msgspec
@@ -23,11 +24,18 @@ NO_STEP = -1  # "the step before" an engine's first one
 CONCURRENCY_GROUPS = {"load": 1, "steps": 4, "flush": 2, "watch": 1, "control": 2}
 
 
+class Phase(msgspec.Struct, frozen=True):
+    name: str
+    seconds: float
+    bar: str  # the progress bar it drew, "" if it drew none
+
+
 class LoadProgress(msgspec.Struct, frozen=True):
     """How far a worker is with loading."""
 
-    phases: tuple[tuple[str, float], ...]  # finished ones: name, seconds
-    bar: str  # what the running one draws, "" when it draws nothing
+    phases: tuple[Phase, ...]  # finished ones
+    bar: str  # what the running one draws
+    elapsed_s: float  # since loading began
 
 
 class WorkerActor:
@@ -39,18 +47,26 @@ class WorkerActor:
     """
 
     def __init__(self, config: Config, rank: int, worker_class: str = WORKER_CLASS):
+        self._config, self._rank, self._worker_class = config, rank, worker_class
+        self._worker: _Worker
+        self._begun_s = time.monotonic()
         self._bar = BarReader(sys.stderr)
         sys.stderr = self._bar
-        self._worker: _Worker = load_attribute(worker_class)(config, rank)
-        self._phases: list[tuple[str, float]] = []
+        self._phases: list[Phase] = []
         self._last_step = NO_STEP
         self._failure: Exception | None = None
         self._turn = threading.Condition()
 
     @ray.method(concurrency_group="load")
     def load(self) -> bytes:
+        """Build the worker and load its share of the model."""
+        self._begun_s = begun = time.monotonic()
+        worker_class = load_attribute(self._worker_class)
+        self._on_phase("imports", time.monotonic() - begun)
+        self._worker = worker_class(self._config, self._rank)  # not in __init__, whose errors Ray doesn't pass on
         facts = self._worker.load(self._on_phase)
-        return encode(msgspec.structs.replace(facts, start_phases=tuple(self._phases)))
+        phases = tuple((phase.name, phase.seconds) for phase in self._phases)
+        return encode(msgspec.structs.replace(facts, start_phases=phases))
 
     @ray.method(concurrency_group="steps")
     def step(self, plan: bytes, after: int) -> bytes:
@@ -80,10 +96,10 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def progress(self) -> bytes:
-        return encode(LoadProgress(tuple(self._phases), self._bar.drawn))
+        return encode(LoadProgress(tuple(self._phases), self._bar.drawn, time.monotonic() - self._begun_s))
 
     def _on_phase(self, name: str, seconds: float) -> None:
-        self._phases.append((name, seconds))
+        self._phases.append(Phase(name, seconds, self._bar.drawn))
         self._bar.drawn = ""
 
     def _await_step(self, step: int) -> None:

