@@ -30,8 +30,11 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """
     table = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     kind = table.get("model")
-    if kind not in _BUILDERS or "tokens" not in table:
+    if kind not in _BUILDERS:
         raise ConfigError(f"GGUF: tokenizer.ggml.model is {kind!r}; supported: {', '.join(_BUILDERS)}")
+    for key in ("tokens", "merges" if kind == "gpt2" else "scores"):
+        if key not in table:
+            raise ConfigError(f"GGUF: the file lacks tokenizer.ggml.{key}")
     tokens: list[str] = table["tokens"]
     types: list[int] = table.get("token_type") or [NORMAL] * len(tokens)
     backend, adds_bos = _BUILDERS[kind](table, tokens, types)

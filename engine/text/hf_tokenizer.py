@@ -20,6 +20,10 @@ from pagedray.engine.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from pagedray.engine.checkpoint import Checkpoint
 
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_RANK = {name: i for i, name in enumerate(_NAMES)}
+_SOURCES = ("*.model", "vocab.*", "*.tiktoken", "tekken.json")  # what transformers can make a tokenizer of
+
 
 def read_hf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Raises: ConfigError when there is no tokenizer, or none that can be read."""
@@ -46,6 +50,8 @@ def read_hf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Let transformers make a tokenizer of other files, such as tokenizer.model. It takes seconds: the last try."""
+    if not any(file for pattern in _SOURCES for file in folder.glob(pattern)):
+        raise ConfigError(f"{folder} has no tokenizer: no tokenizer.json and none of {', '.join(_SOURCES)}")
     try:
         from transformers import AutoTokenizer
 
@@ -73,7 +79,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
         if present is None or not present.special:
             changed[token.content] = present or token
             changed[token.content].special = True
-    for entry in config.get("extra_special_tokens") or config.get("additional_special_tokens") or ():
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    for entry in more if isinstance(more, list) else ():
         token = _added_token(entry, special=True)
         if token.content not in known:
             changed.setdefault(token.content, token)
@@ -81,9 +88,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
 
 
 def _named_tokens(config: dict[str, Any]) -> Iterator[tuple[str, AddedToken]]:
-    """bos_token, eos_token and so on, and the model's own such as image_token."""
+    """bos_token, eos_token and so on, then the model's own such as image_token: new ones get ids in this order."""
     extra = config.get("extra_special_tokens")
-    for name, value in [*config.items(), *(extra.items() if isinstance(extra, dict) else ())]:
+    values = {**config, **(extra if isinstance(extra, dict) else {})}
+    for name, value in sorted(values.items(), key=lambda item: _RANK.get(item[0], len(_RANK))):
         if name.endswith("_token") and (isinstance(value, str) or (isinstance(value, dict) and "content" in value)):
             yield name, _added_token(value, special=True)
 

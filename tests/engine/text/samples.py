@@ -48,6 +48,8 @@ QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+BYTE_LEVEL_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+
 
 @functools.cache
 def embedded() -> Tokenizer:
@@ -65,7 +67,7 @@ def byte_level(pre_tokenizer: Any = None, normalizer: Any = None, vocab_size: in
     backend.train_from_iterator(
         CORPUS, trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     )
-    backend.add_special_tokens([AddedToken(t, normalized=False) for t in ("<|im_start|>", "<|im_end|>", "<|pad|>")])
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t in BYTE_LEVEL_SPECIAL])
     return backend
 
 
@@ -113,9 +115,18 @@ def byte_fallback(adds_prefix: bool, adds_bos: bool = True) -> tokenizers.Tokeni
         backend.normalizer = normalizers.Replace(" ", "▁")
         backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     backend.decoder = decoders.Sequence(steps)
-    backend.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    special = ("<unk>", "<s>", "</s>", "<pad>", "<mask>")
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t in special])
     if adds_bos:
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return backend
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    """The same as transformers 5 writes it: a space is put before the text unless it has one."""
+    backend = byte_fallback(True)
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return backend
 
 

@@ -214,11 +214,10 @@ WANTS_PARTS = [
     "{% for m in messages %}{% for c in m['content'] %}{% endfor %}{% endfor %}",
     "{% for m in messages %}{% for c in m.content | selectattr('type', 'equalto', 'text') %}{% endfor %}{% endfor %}",
     "{% for m in messages %}{% set content = m.content or [] %}{% for c in content %}{% endfor %}{% endfor %}",
-    "{% for m in messages %}{% set c = m['content'] if x else m.y %}{% for p in c[1:] %}{% endfor %}{% endfor %}",
+    "{% for m in messages %}{% set c = m.content if 1 else m.y %}{% for p in c[1:] %}{% endfor %}{% endfor %}",
     "{% macro show(c) %}{% for p in c %}{% endfor %}{% endmacro %}{{ show(messages[0].content) }}",
     "{% macro show(c) %}{% for p in c %}{% endfor %}{% endmacro %}{{ show(c=messages[0].get('content')) }}",
-    "{% macro a(x) %}{{ b(x) }}{% endmacro %}{% macro b(y) %}{% for p in y %}{% endfor %}{% endmacro %}"
-    "{{ a(messages[0].content) }}",
+    "{% macro f(a) %}{{g(a)}}{% endmacro %}{% macro g(b) %}{% for p in b %}{% endfor %}{% endmacro %}{{f(m.content)}}",
 ]
 WANTS_STRING = [
     samples.CHATML,
