@@ -53,7 +53,7 @@ class BlockPool:
         self.refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One table less holds each block. The first of them is given out first: pass those of the last tokens first."""
+        """One table less holds each block. They are given out in that order: pass those of the last tokens first."""
         for block in blocks:
             self.refs[block] -= 1
             if self.refs[block] == 0:

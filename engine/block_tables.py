@@ -37,6 +37,7 @@ class BlockTables:
         self.cache = PrefixCache(block_size, windows)
         self.pool = BlockPool(num_blocks, self.cache)
         self.no_blocks: NewBlocks = ((),) * len(windows)
+        self._window_groups = [group for group, window in enumerate(windows) if window is not None]
         self._block_size = block_size
         self._chunk = chunk
         self._caching = enable_prefix_caching
@@ -75,30 +76,31 @@ class BlockTables:
         for block in seq.held_blocks():
             self.pool.share(block)
 
-    def blocks_to_extend(self, seq: Sequence, end: int) -> int:
-        """Free blocks that the tables need to reach position `end`."""
-        return max(0, -(-end // self._block_size) - len(seq.tables[0])) * len(self.windows)
-
-    def extend(self, seq: Sequence, end: int) -> NewBlocks:
-        """Append blocks up to position `end`; there are enough free ones."""
+    def extend(self, seq: Sequence, end: int) -> NewBlocks | None:
+        """Append the blocks that the tables lack up to position `end`; None, and nothing appended, if too few are free."""
+        if self._window_groups:
+            self._drop_out_of_window(seq)
         count = -(-end // self._block_size) - len(seq.tables[0])
         if count <= 0:
             return self.no_blocks
-        new = tuple(self.pool.take(count) for _ in self.windows)
-        for table, blocks in zip(seq.tables, new, strict=True):
+        if count * len(self.windows) > self.pool.num_free:
+            return None
+        new = []
+        for table in seq.tables:
+            blocks = self.pool.take(count)
             table += blocks
-        return new
+            new.append(blocks)
+        return tuple(new)
 
-    def drop_out_of_window(self, seq: Sequence) -> None:
+    def _drop_out_of_window(self, seq: Sequence) -> None:
         """Release blocks that no position still to be computed attends to."""
-        for group, window in enumerate(self.windows):
-            if window is not None:
-                first, dropped = self.cache.first_seen(group, seq.num_computed), seq.num_dropped[group]
-                if first > dropped:
-                    table = seq.tables[group]
-                    self.pool.release(reversed(table[dropped:first]))
-                    table[dropped:first] = [NULL_BLOCK] * (first - dropped)
-                    seq.num_dropped[group] = first
+        for group in self._window_groups:
+            first, dropped = self.cache.first_seen(group, seq.num_computed), seq.num_dropped[group]
+            if first > dropped:
+                table = seq.tables[group]
+                self.pool.release(reversed(table[dropped:first]))
+                table[dropped:first] = [NULL_BLOCK] * (first - dropped)
+                seq.num_dropped[group] = first
 
     def register(self, seq: Sequence) -> None:
         """Let the prefix cache find each full block whose positions are planned and whose tokens are known.

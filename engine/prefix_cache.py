@@ -19,7 +19,7 @@ def root_hash(salt: str = "") -> bytes:
 
 
 def hash_block(parent: bytes, token_ids: Seq[int]) -> bytes:
-    packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
+    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return hashlib.blake2b(parent + packed, digest_size=DIGEST_BYTES).digest()
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import operator
 from collections import deque
-from itertools import pairwise, repeat
+from itertools import pairwise
 
 import msgspec
 
@@ -34,7 +34,7 @@ from pagedray.engine.messages import (
 )
 from pagedray.engine.metrics import SchedulerStats
 from pagedray.engine.policy import POLICIES
-from pagedray.engine.sequence import NO_ROW, Sequence
+from pagedray.engine.sequence import NO_ROW, NO_TOKEN, Sequence
 
 _by_rank = operator.attrgetter("rank")
 _NEVER = float("inf")
@@ -63,8 +63,13 @@ class _Plan:
 
     def append(self, seq: Sequence, num_tokens: int, samples: bool, new_blocks: NewBlocks) -> None:
         entry = ScheduledSeq(seq.id, seq.row, seq.num_computed, num_tokens, samples, new_blocks)
-        (self.singles if num_tokens == 1 else self.chunks).append(entry)
-        (self.single_seqs if num_tokens == 1 else self.chunk_seqs).append(seq)
+        seq.num_computed += num_tokens
+        if num_tokens == 1:
+            self.singles.append(entry)
+            self.single_seqs.append(seq)
+        else:
+            self.chunks.append(entry)
+            self.chunk_seqs.append(seq)
 
 
 class Scheduler:
@@ -235,27 +240,25 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, plan: _Plan) -> None:
         """Plan what a running sequence lacks, as far as budget and blocks go."""
-        if seq.num_computed >= seq.max_len - 1:
+        start, want = seq.num_computed, 1
+        if start >= seq.max_len - 1:
             return  # its last token is in flight
-        want = 1
-        if seq.is_prefilling:
-            want = min(len(seq.token_ids) - seq.num_computed, self._chunk, plan.spare)
-        if want > 0 and self._make_room(seq, seq.num_computed + want, plan):
-            if seq.is_prefilling:
-                plan.spare -= want
-            self._plan_tokens(seq, want, plan, self._blocks.extend(seq, seq.num_computed + want))
-        else:
+        if is_prefilling := seq.is_prefilling:
+            want = min(len(seq.token_ids) - start, self._chunk, plan.spare)
+        new_blocks = self._extend(seq, start + want, plan) if want > 0 else None
+        if new_blocks is None:
             plan.reserved += self._blocks.demand(seq)
+        elif is_prefilling:
+            self._plan_known(seq, want, plan, new_blocks)
+        else:
+            plan.append(seq, 1, True, new_blocks)
+            self._set_decode_limit(seq)
 
-    def _make_room(self, seq: Sequence, end: int, plan: _Plan) -> bool:
-        """Have enough free blocks to extend `seq` to position `end`, taking them from the last in rank if need be."""
-        self._blocks.drop_out_of_window(seq)
-        missing = self._blocks.blocks_to_extend(seq, end)
-        while self._blocks.pool.num_free < missing:
-            if self.running[-1] is seq:
-                return False  # it keeps what it holds and waits; those before it advance
+    def _extend(self, seq: Sequence, end: int, plan: _Plan) -> NewBlocks | None:
+        """Blocks up to position `end`, if need be taken from the last in rank; None if that is `seq` itself."""
+        while (new_blocks := self._blocks.extend(seq, end)) is None and self.running[-1] is not seq:
             self._preempt(self.running[-1], plan)
-        return True
+        return new_blocks  # with None it keeps what it holds and waits; those before it advance
 
     def _admit(self, seq: Sequence, plan: _Plan, may_preempt: bool) -> bool:
         """Give the first waiting sequence a row and plan its first tokens, if all its known tokens find room."""
@@ -275,25 +278,29 @@ class Scheduler:
             self._hit_tokens += seq.num_cached
         plan.added.append(seq.as_new())
         want = min(len(seq.token_ids) - seq.num_computed, self._chunk, plan.spare)
-        plan.spare -= want
         self._blocks.extend(seq, seq.num_computed + want)
-        self._plan_tokens(seq, want, plan, tuple(tuple(table) for table in seq.tables))
+        self._plan_known(seq, want, plan, tuple(tuple(table) for table in seq.tables))
         return True
 
-    def _plan_tokens(self, seq: Sequence, num: int, plan: _Plan, new_blocks: NewBlocks) -> None:
-        plan.append(seq, num, seq.num_computed + num >= len(seq.token_ids), new_blocks)
-        seq.num_computed += num
+    def _plan_known(self, seq: Sequence, num: int, plan: _Plan, new_blocks: NewBlocks) -> None:
+        """Plan `num` tokens that are known: those of a prompt, or of a sequence that resumes."""
+        plan.spare -= num
+        plan.append(seq, num, seq.num_computed + num == len(seq.token_ids), new_blocks)
         self._register(seq)
         if seq.is_prefilling:
             self._prefilling.add(seq.id)
             plan.reserved += self._blocks.demand(seq)
         else:
             self._prefilling.discard(seq.id)
-            seq.decode_limit = min(len(seq.tables[0]) * self._block_size, seq.max_len - 1)
+            self._set_decode_limit(seq)
+
+    def _set_decode_limit(self, seq: Sequence) -> None:
+        seq.last_at = seq.max_len - 1
+        seq.decode_limit = min(len(seq.tables[0]) * self._block_size, seq.max_len - 1)
 
     def _register(self, seq: Sequence) -> None:
         self._blocks.register(seq)
-        seq.check_at = min(seq.max_len, (seq.num_registered + 1) * self._block_size + 1)
+        seq.register_at = (seq.num_registered + 1) * self._block_size
 
     def _shortage(self, seq: Sequence, hits: list[list[int]], plan: _Plan) -> int:
         """Blocks lacking to admit a waiting sequence.
@@ -344,6 +351,7 @@ class Scheduler:
         self._free_rows.append(seq.row)
         self._freed_rows.append(seq.row)
         self._prefilling.discard(seq.id)
+        self._blocks.register(seq)
         self._blocks.release(seq)
         seq.leave()
 
@@ -375,28 +383,41 @@ class Scheduler:
         """Take the oldest step's tokens; one update for each sequence that got something or ended."""
         step, seqs = self._in_flight.popleft()
         assert out.step == step, f"result of step {out.step}, awaited step {step}"
-        updates = []
-        logprobs, prompt_logprobs = (
-            out.logprobs or repeat(None, len(seqs)),
-            out.prompt_logprobs or repeat(None, len(seqs)),
-        )
-        for seq, token, logprob, found in zip(seqs, out.token_ids, logprobs, prompt_logprobs, strict=True):
-            ids = seq.token_ids
-            num = len(ids)
-            if num + 1 < seq.check_at and token >= 0 and token not in seq.end_ids and logprob is None and found is None:
-                ids.append(token)
-                updates.append(
-                    RequestUpdate(seq.id, num - seq.num_prompt, (token,), None, None, None, (), (), seq.num_cached)
-                )
-            elif not seq.is_finished and (update := self._deliver(seq, token, logprob, found)) is not None:
-                updates.append(update)
+        if out.logprobs or out.prompt_logprobs:
+            nothing = (None,) * len(seqs)
+            rows = zip(seqs, out.token_ids, out.logprobs or nothing, out.prompt_logprobs or nothing, strict=True)
+            updates = [update for row in rows if (update := self._deliver(*row)) is not None]
+        else:
+            updates = self._deliver_plain(seqs, out.token_ids)
         return updates + self._expire(now_s)
 
+    def _deliver_plain(self, seqs: list[Sequence], token_ids: tuple[int, ...]) -> list[RequestUpdate]:
+        updates: list[RequestUpdate] = []
+        append = updates.append
+        for seq, token in zip(seqs, token_ids, strict=True):
+            ids = seq.token_ids
+            num = len(ids)
+            if num < seq.last_at and token not in seq.special_ids:
+                ids.append(token)
+                append(RequestUpdate(seq.id, num - seq.num_prompt, (token,), None, None, None, (), (), seq.num_cached))
+                if num >= seq.register_at:
+                    self._register(seq)
+            elif (update := self._deliver(seq, token)) is not None:
+                append(update)
+        return updates
+
     def _deliver(
-        self, seq: Sequence, token: int, logprob: TokenLogprobs | None, found: PromptLogprobs | None
+        self,
+        seq: Sequence,
+        token: int,
+        logprob: TokenLogprobs | None = None,
+        found: PromptLogprobs | None = None,
     ) -> RequestUpdate | None:
-        prompt_logprobs, first = seq.undelivered(found), seq.num_output
-        if token < 0:  # no token was due
+        if seq.is_finished:
+            return None
+        prompt_logprobs = () if found is None else seq.undelivered(found)
+        first = seq.num_output
+        if token == NO_TOKEN:
             if not prompt_logprobs:
                 return None
             return RequestUpdate(seq.id, first, (), prompt_logprobs=prompt_logprobs, num_cached_tokens=seq.num_cached)
@@ -406,7 +427,7 @@ class Scheduler:
         else:
             self._register(seq)
         reason: FinishReason | None = None
-        if token in seq.end_ids:
+        if token in seq.special_ids:
             reason = "stop"
         elif len(seq.token_ids) == seq.max_len:
             reason = "length"

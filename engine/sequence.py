@@ -7,6 +7,7 @@ from pagedray.engine.policy import Rank
 from pagedray.engine.prefix_cache import hash_block, root_hash
 
 NO_ROW = -1
+NO_TOKEN = -1  # in RunnerOutput: the row did not sample
 
 
 class Sequence:
@@ -19,11 +20,10 @@ class Sequence:
     __slots__ = (
         "accepted_s",
         "block_hashes",
-        "check_at",
         "decode_limit",
-        "end_ids",
         "id",
         "is_finished",
+        "last_at",
         "max_len",
         "next_prompt_logprob",
         "num_awaited",
@@ -33,8 +33,10 @@ class Sequence:
         "num_prompt",
         "num_registered",
         "rank",
+        "register_at",
         "request",
         "row",
+        "special_ids",
         "stop_ids",
         "tables",
         "token_ids",
@@ -51,7 +53,7 @@ class Sequence:
         self.num_prompt = len(request.prompt_ids)
         self.max_len = max_len  # prompt and output
         self.stop_ids = tuple(dict.fromkeys(params.stop_token_ids + (() if params.ignore_eos else eos_ids)))
-        self.end_ids = frozenset(self.stop_ids)
+        self.special_ids = frozenset((*self.stop_ids, NO_TOKEN))  # results that are not simply appended
         self.block_hashes = list(request.block_hashes)  # of full blocks, as far as they were needed
         self.was_admitted = False
         self.num_cached = 0  # prompt tokens that the prefix cache had at first admission
@@ -67,9 +69,10 @@ class Sequence:
         self.tables: list[list[int]] = []  # per block group; 0 where the block fell out of the window
         self.num_dropped: list[int] = []  # per block group: how many leading entries are 0
         self.num_registered = 0  # leading blocks that the prefix cache was told of
-        # Both are what the loops over decoding sequences compare with, 0 to leave the short way:
-        self.decode_limit = 0  # positions below it need no new block and no more than one token a step
-        self.check_at = 0  # with fewer tokens than this, a new token neither ends the sequence nor fills a block
+        # What the loops over decoding sequences compare with; 0 leaves the short way.
+        self.decode_limit = 0  # positions below it need no new block and are computed one a step
+        self.last_at = 0  # the number of tokens that the next one completes
+        self.register_at = 0  # the number of tokens from which on the prefix cache may be told of another block
 
     @property
     def num_output(self) -> int:
@@ -103,10 +106,8 @@ class Sequence:
         """Whether prompt tokens are still to be computed for their log-probabilities, cached or not."""
         return self.request.params.prompt_logprobs is not None and self.next_prompt_logprob < self.num_prompt
 
-    def undelivered(self, found: PromptLogprobs | None) -> tuple[PromptLogprobs, ...]:
+    def undelivered(self, found: PromptLogprobs) -> tuple[PromptLogprobs, ...]:
         """What of `found` was not delivered before; it counts as delivered from now on."""
-        if found is None:
-            return ()
         entries = found.entries[max(0, self.next_prompt_logprob - found.start) :]
         if not entries:
             return ()
