@@ -99,13 +99,8 @@ class Answer:
         Raises:
             EngineDead, EngineUnavailable, UserError: see `Generation.next`.
         """
-        deltas: list[Delta] = []
-        while not deltas:
-            arrived = await self._generation.next()
-            if not arrived:
-                break
-            for index, update in _merged(arrived) if len(arrived) > 1 else arrived:
-                deltas.append(self._delta(index, update))
+        arrived = await self._generation.next()
+        deltas = [self._delta(index, update) for index, update in _merged(arrived)]
         if any(delta.token_ids for delta in deltas):
             self._observe()
         return deltas
@@ -140,6 +135,8 @@ class Answer:
 
 def _merged(arrived: list[tuple[int, RequestUpdate]]) -> list[tuple[int, RequestUpdate]]:
     """One update per choice: what gathered while the client read slowly is said at once."""
+    if len(arrived) < 2:
+        return arrived
     by_index: dict[int, list[RequestUpdate]] = {}
     for index, update in arrived:
         by_index.setdefault(index, []).append(update)

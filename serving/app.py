@@ -11,12 +11,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -53,21 +54,21 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, config: Config) -> St
 
     async def health(request: HttpRequest) -> Response:
         await client.health()
-        return JSONResponse({"status": "healthy"})
+        return Json({"status": "healthy"})
 
     async def version(request: HttpRequest) -> Response:
-        return JSONResponse({"version": package_version()})
+        return Json({"version": package_version()})
 
     async def scrape(request: HttpRequest) -> Response:
         text = metrics.render(await client.stats())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(request: HttpRequest) -> Response:
-        return JSONResponse(model_list(client.facts, started))
+        return Json(model_list(client.facts, started))
 
     async def model(request: HttpRequest) -> Response:
         name = request.path_params["id"]
-        return JSONResponse(model_card(name, context.facts_for(name), started))
+        return Json(model_card(name, context.facts_for(name), started))
 
     app = Starlette(
         routes=[
@@ -97,9 +98,16 @@ def _json_post(
 ) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def endpoint(request: HttpRequest) -> Response:
         body = await read_body(request.scope, request.receive, context.config.server.max_body_bytes)
-        return JSONResponse(await answer(context, parse_object(body)))
+        return Json(await answer(context, parse_object(body)))
 
     return endpoint
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)  # long lists of ids take a tenth of what json.dumps needs
 
 
 async def _pagedray_error(request: HttpRequest, error: Exception) -> Response:
@@ -110,7 +118,7 @@ async def _pagedray_error(request: HttpRequest, error: Exception) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, BodyTooLarge):
         headers["connection"] = "close"  # the rest of the body is still on its way
-    return JSONResponse(error_envelope(error), status, headers)
+    return Json(error_envelope(error), status, headers)
 
 
 async def _http_error(request: HttpRequest, error: Exception) -> Response:
@@ -118,7 +126,7 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{error.detail}: {request.method} {request.url.path}"
-    return JSONResponse(envelope(message, "invalid_request_error", code), error.status_code, error.headers)
+    return Json(envelope(message, "invalid_request_error", code), error.status_code, error.headers)
 
 
 async def _client_left(request: HttpRequest, error: Exception) -> Response:
@@ -126,5 +134,5 @@ async def _client_left(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _internal_error(scope: Scope, receive: Receive, send: Send) -> None:
-    response = JSONResponse(envelope("internal error", "server_error", "internal_error"), 500)
+    response = Json(envelope("internal error", "server_error", "internal_error"), 500)
     await response(scope, receive, send)

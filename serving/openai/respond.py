@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from pagedray.engine.config import Config, EngineFacts
-from pagedray.engine.errors import PagedrayError, UnknownModel, UserError
+from pagedray.engine.errors import PagedrayError, UnknownModel, Unsupported, UserError
 from pagedray.engine.generation import GenerationParams, make_requests
 from pagedray.engine.messages import Request
 from pagedray.engine.text.tokenizer import Tokenizer
@@ -154,6 +154,8 @@ class Endpoint:
         num = len(job.prompts) * job.params.n
         if num > limit:
             raise UserError(f"prompts times n is {num}; at most {limit} (max_queued_requests) fit the queue", "prompt")
+        if job.wire.priority and self._context.config.scheduler.scheduling_policy != "priority":
+            raise Unsupported("priority needs scheduling_policy priority, a setting of the server", "priority")
         internal_id = uuid.uuid4().hex  # never the client's: two live requests may carry the same X-Request-Id
         try:
             return tuple(

@@ -177,6 +177,7 @@ SHARED_CASES: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"1": 101}}, "logit_bias"),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"priority": 2**40}, "priority"),
+    ({"priority": 1}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": 5}, "cache_salt"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),

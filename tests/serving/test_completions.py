@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from tests.fakes import EOS_ID, greedy
+from pagedray.engine.messages import TokenLogprobs
+from tests.fakes import EOS_ID, FakeWorker, greedy
 from tests.serving.rig import Rig, text_of, texts
 
 
@@ -253,3 +255,63 @@ async def test_the_prompt_begins_its_stream_with_return_token_ids() -> None:
         assert chunks[0]["choices"][0]["prompt_token_ids"] == [97, 98]
         assert [i for chunk in chunks for i in chunk["choices"][0]["token_ids"]] == greedy(b"ab", 3)
         assert all("prompt_token_ids" not in chunk["choices"][0] for chunk in chunks[1:])
+
+
+async def test_priority_and_salt_reach_the_engine() -> None:
+    async with Rig(scheduling_policy="priority") as rig:
+        await rig.complete(prompt="x", max_tokens=1, priority=-3, cache_salt="s")
+        request = rig.links[0].submitted[0]
+        assert (request.priority, request.cache_salt) == (-3, "s")
+        assert request.client_id == rig.client.client_id
+
+
+async def test_add_special_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Rig() as rig:
+        said: list[bool] = []
+
+        def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+            said.append(add_special_tokens)
+            return [97]
+
+        monkeypatch.setattr(rig.tokenizer, "encode", encode)
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        for value in (None, True, False):
+            await rig.complete(prompt="x", max_tokens=1, add_special_tokens=value)
+            await rig.post("/tokenize", {"prompt": "x", "add_special_tokens": value})
+            await rig.chat(max_tokens=1, add_special_tokens=value, **chat)
+            await rig.post("/tokenize", {"add_special_tokens": value, **chat})
+        assert said == [True, True, False, False, True, True, True, True, False, False, False, False]
+
+
+async def test_min_tokens_delays_stop_strings() -> None:
+    async with Rig() as rig:
+        got = await rig.complete(prompt="x", allowed_token_ids=list(b"a.b.c"), max_tokens=5, stop=".", min_tokens=3)
+        assert got["choices"][0]["text"] == "a.b"
+
+
+async def test_special_ids_in_an_echoed_prompt() -> None:
+    async with Rig() as rig:
+        body: dict[str, Any] = {
+            "prompt": [257, 97],
+            "allowed_token_ids": [98],
+            "max_tokens": 1,
+            "echo": True,
+            "logprobs": 0,
+        }
+        for skips, text, offsets in [(True, "ab", [0, 0, 1]), (False, "<bos>ab", [0, 5, 6])]:
+            choice = (await rig.complete(skip_special_tokens=skips, **body))["choices"][0]
+            assert choice["text"] == text
+            assert choice["logprobs"]["text_offset"] == offsets
+
+
+async def test_minus_infinity_is_written_as_a_number() -> None:
+    class Never(FakeWorker):
+        def _run(self, out: Any) -> Any:
+            got = super()._run(out)
+            certain = TokenLogprobs(97, float("-inf"), 1, (97, 98), (float("-inf"), float("nan")))
+            return msgspec.structs.replace(got, logprobs=tuple(certain for _ in got.token_ids))
+
+    async with Rig(Never) as rig:
+        got = await rig.complete(prompt="x", max_tokens=1, logprobs=2)
+        assert got["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
+        assert got["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -9999.0, "b": -9999.0}]
