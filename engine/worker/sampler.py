@@ -317,6 +317,8 @@ class Sampler:
 @torch.inference_mode()
 def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[TokenLogprobs]:
     """Log-probabilities of known tokens: logits [N, V] at the positions before them, targets [N]."""
+    if not len(targets):
+        return []
     found = _logprobs(logits, torch.arange(len(targets), device=logits.device), targets, k)
     return _to_messages(targets.tolist(), found, [k] * len(targets))
 
@@ -361,7 +363,7 @@ def _logprobs(logits: Tensor, at: Tensor, targets: Tensor, k: int) -> Logprobs:
     step = max_rows(logits.shape[1], logits.device)
     parts = [
         token_logprobs(_usable(logits[at[first : first + step]]), targets[first : first + step], k)
-        for first in range(0, max(1, len(at)), step)
+        for first in range(0, len(at), step)
     ]
     return Logprobs(*(torch.cat(field) for field in zip(*parts, strict=True)))
 

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from pagedray.kernels.sampling import greedy, sample_all, sample_min_p, sample_ref, sample_top_k, sample_top_p
 
-GRID = 1000  # numbers u = (i + 0.5) / GRID read the whole distribution off, without chance
+GRID = 200  # numbers u = (i + 0.5) / GRID read the whole distribution off, without chance
 
 
 def sample(z: Tensor, u: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> list[Tensor]:
-    """Tokens from every op that can serve these parameters, and from the reference."""
+    """Tokens of the reference and of every op that can serve these parameters."""
     rows = z.shape[0]
+    if not rows:
+        return [torch.empty(0, dtype=torch.int64)]
     t, p, m = (torch.full((rows,), x) for x in (temperature, top_p, min_p))
     k = torch.full((rows,), top_k)
     results = [sample_ref(z, u, t, k, p, m)]
@@ -32,10 +34,10 @@ def sample(z: Tensor, u: Tensor, temperature: float, top_k: int, top_p: float, m
 def check(z: Tensor, u: Tensor, *params: float) -> None:
     """All ops agree with the definition, but for numbers within 1e-6 of a step: p is float32 over the vocabulary."""
     expected, *others = sample(z, u, *params)
-    low, high = sample(z, u - 1e-6, *params)[0], sample(z, u + 1e-6, *params)[0]
-    assert (low <= expected).all() and (expected <= high).all()
     for tokens in others:
-        assert (low <= tokens).all() and (tokens <= high).all()
+        at = (tokens != expected).nonzero().squeeze(1)
+        low, high = (sample(z[at], u[at] + shift, *params)[0] for shift in (-1e-6, 1e-6))
+        assert (low <= tokens[at]).all() and (tokens[at] <= high).all()
 
 
 def shares(tokens: Tensor, vocab: int) -> list[float]:
@@ -80,7 +82,7 @@ def test_filters_by_hand(temperature, top_k, top_p, min_p, weights, filler):
         assert shares(tokens, len(expected)) == pytest.approx([w / sum(weights) for w in expected], abs=1.01 / GRID)
 
 
-@pytest.mark.parametrize("vocab", [8, 8000])
+@pytest.mark.parametrize("vocab", [8, 2000])
 @pytest.mark.parametrize("top_k, top_p", [(2, 1.0), (0, 2 / 8 - 1e-3), (4, 0.5)])
 def test_equal_tokens_are_kept_by_lowest_id(vocab, top_k, top_p):
     """Two of eight equal tokens: cut inside a tie, in the candidates' order and in the histogram's bucket."""
@@ -89,7 +91,7 @@ def test_equal_tokens_are_kept_by_lowest_id(vocab, top_k, top_p):
     u = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
     for tokens in sample(z, u, 1.0, top_k, top_p, 0.0):
         assert tokens.max() < kept
-        assert (tokens - (u * kept).long()).abs().max() <= kept * 0.01
+        assert (tokens - (u * kept).long()).abs().max() <= kept * 0.02
 
 
 def random_logits(seed: int, rows: int, vocab: int, scale: float, dtype: torch.dtype, masked: float) -> Tensor:
@@ -117,11 +119,12 @@ def test_fast_ways_equal_the_definition(seed, vocab, scale, dtype, masked, tempe
     check(z, u, temperature, min(top_k, vocab - 1), top_p * 0.98765 if top_p < 1 else 1.0, min_p)
 
 
-@pytest.mark.parametrize("scale, temperature", [(6.0, 0.5), (1.0, 1.0), (0.1, 3.0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "scale, temperature, dtype", [(6.0, 0.5, torch.float32), (1.0, 1.0, torch.bfloat16), (0.1, 3.0, torch.float32)]
+)
 def test_peaked_and_flat_distributions_over_a_large_vocabulary(scale, temperature, dtype):
-    z = random_logits(3, 4, 262_144, scale, dtype, 0.0)
-    u = torch.tensor([0.1, 0.5, 0.9, 0.999], dtype=torch.float64)
+    z = random_logits(3, 2, 262_144, scale, dtype, 0.0)
+    u = torch.tensor([0.3, 0.99], dtype=torch.float64)
     for top_k, top_p, min_p in [(0, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.5, 0.01), (0, 1.0, 0.05), (1000, 0.95, 0.0)]:
         check(z, u, temperature, top_k, top_p, min_p)
 
