@@ -32,7 +32,9 @@ class ModelConfig(Leaf):
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
     dtype: Dtype = Field("auto", description="Type of weights and KV cache. auto: the checkpoint's, float32 for GGUF.")
     max_model_len: int | None = Field(
-        None, ge=2, description="Most tokens of one sequence, prompt and output. Default: the model's, capped by the KV cache."
+        None,
+        ge=2,
+        description="Most tokens of one sequence, prompt and output. Default: the model's, capped by the KV cache.",
     )
     chat_template: str | None = Field(None, description="File with a Jinja chat template that replaces the model's.")
 
@@ -40,7 +42,9 @@ class ModelConfig(Leaf):
 class CacheConfig(Leaf):
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
     kv_cache_memory_bytes: int | None = Field(None, ge=1, description="Bytes of the KV cache. CPU default: 1 GiB.")
-    num_kv_blocks: int | None = Field(None, ge=2, description="Blocks of the KV cache; overrides kv_cache_memory_bytes.")
+    num_kv_blocks: int | None = Field(
+        None, ge=2, description="Blocks of the KV cache; overrides kv_cache_memory_bytes."
+    )
     enable_prefix_caching: bool = Field(True, description="Share KV blocks of equal prompt beginnings.")
 
 
@@ -48,12 +52,18 @@ class SchedulerConfig(Leaf):
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences computed in one step.")
     max_num_batched_tokens: int = Field(1024, ge=1, description="Most tokens computed in one step.")
     prefill_chunk_tokens: int | None = Field(
-        None, ge=1, description="Most prompt tokens of one sequence in one step. Default: what the step's budget leaves."
+        None,
+        ge=1,
+        description="Most prompt tokens of one sequence in one step. Default: what the step's budget leaves.",
     )
     scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order of the waiting queue.")
-    max_queued_requests: int = Field(1024, ge=1, description="Waiting sequences beyond which requests get 429; n counts n.")
+    max_queued_requests: int = Field(
+        1024, ge=1, description="Waiting sequences beyond which requests get 429; n counts n."
+    )
     max_queued_tokens: int = Field(4_000_000, ge=1, description="Waiting prompt tokens beyond which requests get 429.")
-    run_ahead: int = Field(2, ge=1, le=4, description="Steps planned before the oldest one's tokens are known, itself included.")
+    run_ahead: int = Field(
+        2, ge=1, le=4, description="Steps planned before the oldest one's tokens are known, itself included."
+    )
 
 
 class WorkerConfig(Leaf):
@@ -68,10 +78,16 @@ class WorkerConfig(Leaf):
 
 class FailureConfig(Leaf):
     step_timeout_s: float = Field(120.0, gt=0, description="A step that takes longer counts as a dead worker.")
-    stall_threshold_s: float = Field(20.0, gt=0, description="With work and no finished step for so long, health is 503.")
-    client_timeout_s: float = Field(20.0, gt=0, description="Requests of an ingress that has not polled for so long are aborted.")
+    stall_threshold_s: float = Field(
+        20.0, gt=0, description="With work and no finished step for so long, health is 503."
+    )
+    client_timeout_s: float = Field(
+        20.0, gt=0, description="Requests of an ingress that has not polled for so long are aborted."
+    )
     start_timeout_s: float = Field(600.0, gt=0, description="Longest start of an engine replica.")
-    resubmit_timeout_s: float = Field(60.0, gt=0, description="How long an ingress waits for an engine to move requests to.")
+    resubmit_timeout_s: float = Field(
+        60.0, gt=0, description="How long an ingress waits for an engine to move requests to."
+    )
 
 
 class ServerConfig(Leaf):

@@ -54,7 +54,9 @@ def check_params(params: GenerationParams, vocab_size: int) -> None:
     def in_range(name: str, low: float, high: float, open_low: bool = False) -> None:
         value = getattr(params, name)
         if not (low < value <= high if open_low else low <= value <= high):  # NaN fails both
-            raise UserError(f"{name} must be {'above' if open_low else 'at least'} {low:g} and at most {high:g}, got {value}", name)
+            raise UserError(
+                f"{name} must be {'above' if open_low else 'at least'} {low:g} and at most {high:g}, got {value}", name
+            )
 
     in_range("temperature", 0.0, 100.0)
     in_range("top_p", 0.0, 1.0, open_low=True)

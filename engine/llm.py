@@ -95,7 +95,7 @@ class LLM:
         self._thread = threading.Thread(target=self._loop.run_forever, name="pagedray-llm", daemon=True)
         self._thread.start()
         self._engine = Engine(self.config, self.facts, LocalExecutor(worker))
-        self._running = asyncio.run_coroutine_threadsafe(self._engine.run(), self._loop)
+        asyncio.run_coroutine_threadsafe(self._engine.run(), self._loop)
         self._ack = 0
 
     def generate(
@@ -156,13 +156,9 @@ class LLM:
         """Stop the engine and free the model. Safe to call twice."""
         if self._loop.is_closed():
             return
-        self._running.cancel()
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        pending = asyncio.all_tasks(self._loop)
-        for task in pending:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         self._loop.close()
 
     def __enter__(self) -> LLM:
@@ -275,6 +271,14 @@ class _ChoiceBuilder:
 
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         return tuple(entry for part in self._prompt_logprobs for entry in part.entries)
+
+
+async def _cancel_others() -> None:
+    """Cancel every other task of this loop and wait until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _is_ids(prompts: Sequence[Any]) -> bool:

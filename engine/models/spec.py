@@ -70,6 +70,4 @@ def layer_groups(windows: tuple[int | None, ...]) -> tuple[LayerGroup, ...]:
     types = sorted(set(windows), key=lambda w: (w is not None, w or 0))
     members = {t: [i for i, w in enumerate(windows) if w == t] for t in types}
     size = min(len(layers) for layers in members.values())
-    return tuple(
-        LayerGroup(t, tuple(members[t][i : i + size])) for t in types for i in range(0, len(members[t]), size)
-    )
+    return tuple(LayerGroup(t, tuple(members[t][i : i + size])) for t in types for i in range(0, len(members[t]), size))
