@@ -118,8 +118,8 @@ class LLM:
         Raises:
             UserError: a prompt or a parameter can't be served; nothing was generated then.
         """
-        items = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
-        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in items]  # type: ignore[arg-type]
+        items: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        ids = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in items]
         return self._generate(ids, _per_prompt(params or GenerationParams(max_tokens=16), len(ids)), progress)
 
     def chat(

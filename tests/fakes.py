@@ -1,7 +1,7 @@
 """Stand-ins that make the whole path testable in one process, with results that can be worked out by hand.
 
-`FakeWorker` behaves like `engine.worker.worker.Worker`; its next token is a sum (`next_token`) of everything before it, so
-a lost, repeated or misplaced token changes all that follow. `ByteTokenizer` maps text to its UTF-8 bytes.
+`FakeWorker` behaves like `engine.worker.worker.Worker`; its next token is a sum (`next_token`) of everything before it,
+so a lost, repeated or misplaced token changes all that follow. `ByteTokenizer` maps text to its UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class _FakeRow:
 
 
 def scripted(token_ids: Sequence[int], seq: NewSeq) -> int:
-    """`next_token`, unless the request says otherwise: allowed_token_ids are played back in order, the last one repeats.
+    """`next_token`, unless the request has allowed_token_ids: those are played back in order, the last one repeats.
 
     So a test can have any byte sequence generated: allowed_token_ids = the bytes wanted.
     """
