@@ -97,7 +97,7 @@ class Answer:
         """What came since the last call, at most one delta per choice; waits for something. Empty at the end.
 
         Raises:
-            EngineDead, EngineUnavailable, UserError: see `Generation.next`.
+            PagedrayError: see `Generation.next`.
         """
         arrived = await self._generation.next()
         deltas = [self._delta(index, update) for index, update in _merged(arrived)]

@@ -108,7 +108,7 @@ class Generation:
         Empty once every request has ended. A slow caller finds more per call and holds up nobody else.
 
         Raises:
-            EngineDead, EngineUnavailable, UserError: a request ended with an error; the others should be given up.
+            PagedrayError: a request ended with an error; the others should be given up.
         """
         while True:
             if self._arrived:
@@ -309,6 +309,11 @@ class EngineClient:
             for part in update.prompt_logprobs:
                 live.next_prompt_logprob = part.start + len(part.entries)
         live.output_ids += update.token_ids
+        if update.finish_reason == "abort" and live.request.deadline_s is None:
+            # The engine gave it up because it heard nothing from here for long. Someone still waits for it.
+            self._unassign([live])
+            self._spawn(self._move([live], EngineDead(update.error or "the engine gave up this request")))
+            return
         if update.finish_reason is not None:
             self._end(live)
         if update.finish_reason == "error":

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagedray.engine.config import EngineFacts, FailureConfig, load_config
@@ -196,13 +197,27 @@ async def test_an_engines_error_is_raised_after_the_tokens(
 ) -> None:
     link = ScriptedLink()
     client.add_link(link)
-    async with await client.submit([request("a"), request("b")]) as generation:
+    requests = [msgspec.structs.replace(request(name), deadline_s=5.0) for name in "ab"]
+    async with await client.submit(requests) as generation:
         link.send(update(0, 1, name="a"), update(1, finish_reason=reason, error="because", name="a"))
         assert [u.token_ids for _, u in await generation.next()] == [(1,)]
         with pytest.raises(error, match="because"):
             await generation.next()
     await settle()
     assert link.aborted == ["b"]
+
+
+async def test_a_request_that_an_engine_gave_up_is_submitted_again(client: EngineClient) -> None:
+    link = ScriptedLink()
+    client.add_link(link)
+    async with await client.submit([request()]) as generation:
+        link.send(update(0, 1, 2), update(2, finish_reason="abort", error="its ingress has not polled"))
+        assert [u.token_ids for _, u in await generation.next()] == [(1, 2)]
+        await settle()
+        again = link.submitted[1]
+        assert again.output_ids == (1, 2)
+        link.send(update(2, 3, name=again.id, finish_reason="stop"), seq=2)
+        assert [u.token_ids for _, u in await generation.next()] == [(3,)]
 
 
 async def test_leaving_aborts_what_has_not_ended(client: EngineClient) -> None:
