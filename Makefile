@@ -32,8 +32,8 @@ $(STAMP): pyproject.toml setup.py .ci/setup
 setup: $(STAMP)
 
 check: $(STAMP)
-	@$(PY) -m ruff format --check --quiet . || { echo 'make check: formatting differs; to fix: $(PY) -m ruff format .'; exit 1; }
-	@$(PY) -m ruff check --quiet .
+	@$(PY) -m ruff format --no-cache --check --quiet . || { echo 'make check: formatting differs; to fix: $(PY) -m ruff format .'; exit 1; }
+	@$(PY) -m ruff check --no-cache --quiet .
 	@$(PY) -m mypy
 	@$(PY) -m pytest --quiet --durations=0 tests/test_layers.py
 
