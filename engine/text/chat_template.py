@@ -6,6 +6,7 @@ Renders what transformers' `apply_chat_template` does, after bringing messages i
   content given as a string becomes one text part, unless the template tests for strings.
 - Arguments of tool calls, a JSON string in the API, become the object that templates expect.
 - The role "developer" becomes "system" in templates that don't mention it.
+- Fields that are null, and empty tool calls, are left out.
 - Content that is null becomes an empty string, unless the template tests for none.
 """
 
@@ -126,11 +127,12 @@ class ChatTemplate:
         where = f"messages[{index}]"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UserError(f"{where} must be an object with a role", where)
-        prepared = dict(message)
+        # clients send back answers with every field, and templates take a field that is there for one that is set
+        prepared = {key: value for key, value in message.items() if value is not None or key == "content"}
         if prepared["role"] == "developer" and not self._knows_developer:
             prepared["role"] = "system"
-        if prepared.get("tool_calls"):
-            prepared["tool_calls"] = _with_parsed_arguments(prepared["tool_calls"], f"{where}.tool_calls")
+        if calls := prepared.pop("tool_calls", None):
+            prepared["tool_calls"] = _with_parsed_arguments(calls, f"{where}.tool_calls")
         content = prepared.get("content")
         if content is None:
             if "none" not in self._content_tests:

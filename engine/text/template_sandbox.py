@@ -25,10 +25,12 @@ from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 500_000
 MAX_SIZE = 2**25  # characters of a text, items of a list
-MAX_NUMBER = 10_000  # as an argument: a width, an indent
+MAX_WIDTH = 10_000  # of a padded text, of an indent, of a row of items
 
 _STEPS = " steps"  # a variable that no template can name
-_WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\*|\d{5})")
+_WIDENING = ("center", "ljust", "rjust", "zfill", "indent", "tojson", "batch", "slice")
+_WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\*|\d{5})")  # a width of five digits, or one given as an argument
+_WIDE_STR_FORMAT = re.compile(r"\{[^{}]*:[^{}]*(\{|\d{5})")
 
 
 class TemplateRefusal(TemplateError):
@@ -72,14 +74,20 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             _check_size(_size(right) * left if isinstance(left, int) else 0)
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             _check_size(left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length())
-        if operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
-            raise SecurityError("a width in a format is too large")
+        if operator == "%" and isinstance(left, str):
+            _check_format(_WIDE_FORMAT, left)
         return _checked(super().call_binop(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str) and attr in ("translate", "expandtabs"):
             return False
         return super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        function = super().wrap_str_format(value)
+        if function is not None:
+            _check_format(_WIDE_STR_FORMAT, value.__self__)
+        return function
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:  # what blocks and macros collect their output with
@@ -152,8 +160,10 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 def _check_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse what would make a text much larger than its parts."""
-    if name != "range" and any(isinstance(arg, int) and arg > MAX_NUMBER for arg in (*args[1:], *kwargs.values())):
-        raise SecurityError(f"an argument of {name} is larger than {MAX_NUMBER}")
+    if name in _WIDENING and any(isinstance(arg, int) and arg > MAX_WIDTH for arg in (*args, *kwargs.values())):
+        raise SecurityError(f"an argument of {name} is larger than {MAX_WIDTH}")
+    if name == "format" and args and isinstance(args[0], str):
+        _check_format(_WIDE_FORMAT, args[0])
     if name == "replace" and len(args) >= 3 and all(isinstance(arg, str) for arg in args[:3]):
         text, old, new = args[:3]
         _check_size(len(text) + text.count(old) * len(new))
@@ -161,6 +171,11 @@ def _check_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         separator, items = (args[0], args[1]) if isinstance(args[0], str) else (args[1], args[0])
         if isinstance(items, list | tuple):
             _check_size(sum(_size(item) for item in items) + _size(separator) * len(items))
+
+
+def _check_format(wide: re.Pattern[str], text: str) -> None:
+    if wide.search(text):
+        raise SecurityError(f"a width in the format {text[:50]!r} is larger than {MAX_WIDTH} or not fixed")
 
 
 def _size(value: Any) -> int:

@@ -174,7 +174,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _compute_bytes(self, token_id: int) -> bytes:
-        token: str | None = self._backend.id_to_token(token_id)
+        token: str | None = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             return b""
         if self._is_byte_level:

@@ -250,6 +250,13 @@ def test_null_content_is_an_empty_string_unless_the_template_asks():
     assert ours(asks, [message, USER]) == "null" + USER["content"]
 
 
+def test_fields_that_are_null_are_left_out():
+    answer = {**ANSWER, "tool_calls": None, "refusal": None, "name": None}
+    shows = "{% for m in messages %}{{ m.keys() | sort | join(',') }}{% endfor %}"
+    assert ours(shows, [answer]) == "content,role"
+    assert ours(shows, [{**answer, "tool_calls": [], "name": "x"}]) == "content,name,role"
+
+
 def test_developer_is_system_for_templates_that_do_not_know_it():
     message = {"role": "developer", "content": "x"}
     assert ours(samples.CHATML, [message]) == "<|im_start|>system\nx<|im_end|>\n"

@@ -6,7 +6,7 @@ import pytest
 from jinja2.exceptions import SecurityError, UndefinedError
 
 from pagedray.engine.text import template_sandbox
-from pagedray.engine.text.template_sandbox import MAX_NUMBER, MAX_STEPS, TemplateSandbox
+from pagedray.engine.text.template_sandbox import MAX_STEPS, MAX_WIDTH, TemplateSandbox
 
 
 def render(source: str, **variables) -> str:
@@ -58,7 +58,11 @@ ENDLESS = {
     "a format": "{{ '%9999999999d' % 1 }}",
     "a format with a width": "{{ '%*d' % (10**10, 1) }}",
     "a str.format": "{{ '{:{w}}'.format(1, w=10**10) }}",
+    "a width in a str.format": "{{ '{:99999999999}'.format(1) }}",
+    "the format filter": "{{ '%99999999999d' | format(1) }}",
     "a method": "{{ 'x'.ljust(10**10) }}",
+    "rows": "{{ [1] | batch(10**10, 0) | list }}",
+    "an indent": "{{ [[1]] | tojson(indent=10**10) }}",
     "a filter": "{{ 'x' | center(width=10**10) }}",
     "replace": "{{ y.replace('x', y) }}",
     "the replace filter": "{{ y | replace('x', y) }}",
@@ -93,7 +97,13 @@ def test_ordinary_templates_are_not_bounded():
     assert (
         render("{{ 'ab' | center(6) }}|{{ 'a,b'.split(',', 1) | join('-') }}|{{ '%5.1f' % 2 }}") == "  ab  |a-b|  2.0"
     )
-    assert len(render("{{ 'x'.ljust(n) }}", n=MAX_NUMBER)) == MAX_NUMBER
+    assert len(render("{{ 'x'.ljust(n) }}", n=MAX_WIDTH)) == MAX_WIDTH
+
+
+def test_numbers_that_are_no_widths_may_be_large():
+    text = "{{ namespace(x=99999).x }} {{ '{} {:,}'.format(99999, 99999) }} {{ y | default(99999) }} {{ '%d' % 99999 }}"
+    assert render(text) == "99999 99999 99,999 99999 99999"
+    assert render("{% macro m(n) %}{{ n }}{% endmacro %}{{ m(n=99999) }}{{ 'abc' | truncate(99999) }}") == "99999abc"
 
 
 def test_a_generation_block_shows_its_body_and_hides_its_variables():

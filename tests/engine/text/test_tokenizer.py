@@ -216,7 +216,7 @@ def test_tokens_are_shown_as_text_or_as_bytes():
     assert partial and all(text.replace("bytes:", "", 1).replace("\\x", "").isalnum() for text in partial)
     assert tokenizer.token_text(2) == "<|im_end|>"
     assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
-    assert tokenizer.decode([ids[0], tokenizer.vocab_size + 5]) == "hi"
+    assert tokenizer.decode([ids[0], tokenizer.vocab_size + 5, -1, 2**40]) == "hi"
 
 
 def test_sentencepiece_tokens_are_bytes_too():
