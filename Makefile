@@ -34,7 +34,7 @@ setup: $(STAMP)
 check: $(STAMP)
 	@$(PY) -m ruff format --no-cache --check --quiet . || { echo 'make check: formatting differs; to fix: $(PY) -m ruff format .'; exit 1; }
 	@$(PY) -m ruff check --no-cache --quiet .
-	@$(PY) -m mypy
+	@$(PY) -m mypy --cache-dir "$$(test -w . && echo .mypy_cache || echo /dev/null)"
 	@$(PY) -m pytest --quiet --durations=0 tests/test_layers.py
 
 test: $(STAMP)

@@ -1,4 +1,4 @@
-"""Maps the four folders at the root of the repository onto the packages pagedray.kernels, .engine, .serving and .deployments."""
+"""Maps the four code folders onto the packages pagedray.kernels, .engine, .serving and .deployments."""
 
 from setuptools import find_packages, setup
 
