@@ -2,8 +2,8 @@
 
 `load_config` merges, weakest first: defaults, a YAML mapping, `PAGEDRAY_*` environment variables, explicit overrides
 (command-line flags). Field names are unique over all leaves, so a flag is `--field-name` and a variable is
-`PAGEDRAY_FIELD_NAME`. It is the only reader of the environment; actors get their leaf as an argument. What is learned at
-run time is `EngineFacts`, not a write into this tree.
+`PAGEDRAY_FIELD_NAME`. It is the only reader of the environment; actors get their leaf as an argument. What is learned
+at run time is `EngineFacts`, not a write into this tree.
 """
 
 from __future__ import annotations

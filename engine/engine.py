@@ -1,7 +1,7 @@
 """The loop: inbox → schedule → submit → result → commit → outbox. One per scheduler actor, and one inside `LLM`.
 
-Requests enter through `submit` and `abort`, which act between two steps since everything runs on one event loop; updates
-leave through `poll`. Up to `run_ahead` steps are planned before the oldest one's tokens are known.
+Requests enter through `submit` and `abort`, which act between two steps since everything runs on one event loop;
+updates leave through `poll`. Up to `run_ahead` steps are planned before the oldest one's tokens are known.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ def make_requests(
         raise PromptTooLong(len(prompt_ids), limit - 1, limited_by)
     if params.max_tokens is not None and params.max_tokens > room:
         raise UserError(
-            f"the prompt's {len(prompt_ids)} tokens and max_tokens {params.max_tokens} exceed the limit of {limit} tokens "
-            f"({limited_by}); shorten the prompt or ask for at most {room}",
+            f"the prompt's {len(prompt_ids)} tokens and max_tokens {params.max_tokens} exceed the limit of {limit} "
+            f"tokens ({limited_by}); shorten the prompt or ask for at most {room}",
             "max_tokens",
         )
     seed = secrets.randbits(63) if params.seed is None else params.seed

@@ -1,4 +1,4 @@
-"""What an engine counts: a snapshot for health, /metrics and the periodic log line. Counters only grow while it lives."""
+"""What an engine counts, for health, /metrics and the periodic log line. Counters only grow while it lives."""
 
 from __future__ import annotations
 

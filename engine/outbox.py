@@ -1,4 +1,4 @@
-"""Updates on their way to one client (an ingress): gathered until its poll takes them, kept until the next one acknowledges.
+"""Updates on their way to one client (an ingress), kept until its next poll acknowledges them.
 
 A poll is answered as soon as there is anything; what gathers while an answer travels goes into the next one.
 """

@@ -1,4 +1,4 @@
-"""What a model is, in numbers: read from a checkpoint's config, used by layers, KV cache and scheduler. No torch here."""
+"""What a model is, in numbers: read from its checkpoint, used by layers, KV cache and scheduler. No torch here."""
 
 from __future__ import annotations
 
