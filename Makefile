@@ -46,7 +46,7 @@ test-gpu: $(STAMP)
 	@$(PY) -m pytest -m 'gpu or multi_gpu' $(PYTEST_ARGS)
 
 # Those with a main(); the others are what they share.
-BENCH ?= $(patsubst benchmarks/%.py,%,$(sort $(shell grep -lE '^(async )?def main\(' benchmarks/*.py)))
+BENCH ?= $(patsubst benchmarks/%.py,%,$(sort $(shell grep -lE '^(async )?def main\b' benchmarks/*.py)))
 
 bench: $(STAMP)
 	@status=0; for name in $(BENCH); do \
