@@ -277,7 +277,6 @@ class EngineClient:
                 for update in batch.updates:
                     self._dispatch(update)
                 ack = batch.seq
-                self._drop_if_drained(connection)
         except TimeoutError:
             self._bury(connection, EngineDead(f"no answer to a poll for {self._failure.client_timeout_s:g} s"))
         except EngineDead as error:

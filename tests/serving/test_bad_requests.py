@@ -348,6 +348,23 @@ async def test_a_body_that_is_too_large() -> None:
         assert (await rig.post("/v1/completions", content=just)).status_code == 200
 
 
+async def test_an_announced_length_is_refused_before_the_body_is_read() -> None:
+    async def receive() -> Any:
+        raise AssertionError("the body was read")
+
+    async with Rig(max_body_bytes=2000) as rig:
+        for length in (b"2001", b"9" * 5000):
+            sent: list[Any] = []
+
+            async def send(message: Any, sent: list[Any] = sent) -> None:
+                sent.append(message)
+
+            headers = [(b"content-length", length)]
+            scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": headers, "query_string": b""}
+            await rig.app(scope, receive, send)
+            assert sent[0]["status"] == 413
+
+
 async def test_a_too_large_body_over_a_socket() -> None:
     async with Rig(max_body_bytes=2000) as rig, rig.openai() as client:
         for size in (3000, 3_000_000):

@@ -226,7 +226,10 @@ async def test_leaving_aborts_what_has_not_ended(client: EngineClient) -> None:
     async with await client.submit([request(name) for name in "abc"]) as generation:
         link.send(update(0, 1, name="a", finish_reason="stop"))
         await generation.next()
+        link.send(update(0, 1, name="b"), update(0, 1, name="c"), seq=2)
+        await settle()
         generation.finish(1)
+        assert [index for index, _ in await generation.next()] == [2]
         await settle()
         assert link.aborted == ["b"]
         assert client.num_live == 1
@@ -353,7 +356,10 @@ async def test_an_unreachable_engine_is_polled_again(client: EngineClient, monke
 
 
 @pytest.mark.parametrize("death", [EngineDead("gone"), RuntimeError("surprise"), None], ids=["dead", "bug", "silent"])
-async def test_requests_of_a_dead_engine_continue_on_another(death: Exception | None) -> None:
+async def test_requests_of_a_dead_engine_continue_on_another(
+    death: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedray.serving.client.MOVE_RETRY_S", 60.0)  # a new link is used at once
     dead: list[Any] = []
     failure = FailureConfig(client_timeout_s=0.3, resubmit_timeout_s=5)
     client = EngineClient(failure, dead.append, QUICK)
