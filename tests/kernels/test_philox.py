@@ -31,7 +31,7 @@ def test_the_definition_gives_the_published_words(key, counter, expected):
 seeds = st.integers(0, 2**63 - 1) | st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1])
 
 
-@given(st.lists(st.tuples(seeds, seeds), min_size=1, max_size=8))
+@given(st.lists(st.tuples(seeds, seeds), min_size=1, max_size=16))
 def test_rows_equal_the_definition(pairs):
     keys = np.array([seed for seed, _ in pairs])
     positions = np.array([position for _, position in pairs])
