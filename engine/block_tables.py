@@ -77,7 +77,7 @@ class BlockTables:
             self.pool.share(block)
 
     def extend(self, seq: Sequence, end: int) -> NewBlocks | None:
-        """Append the blocks that the tables lack up to position `end`; None, and nothing appended, if too few are free."""
+        """Append the blocks that the tables lack up to position `end`; None, without a change, if too few are free."""
         if self._window_groups:
             self._drop_out_of_window(seq)
         count = -(-end // self._block_size) - len(seq.tables[0])
@@ -98,7 +98,7 @@ class BlockTables:
             first, dropped = self.cache.first_seen(group, seq.num_computed), seq.num_dropped[group]
             if first > dropped:
                 table = seq.tables[group]
-                self.pool.release(reversed(table[dropped:first]))
+                self.pool.release(table[dropped:first])
                 table[dropped:first] = [NULL_BLOCK] * (first - dropped)
                 seq.num_dropped[group] = first
 

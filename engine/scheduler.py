@@ -262,7 +262,7 @@ class Scheduler:
 
     def _admit(self, seq: Sequence, plan: _Plan, may_preempt: bool) -> bool:
         """Give the first waiting sequence a row and plan its first tokens, if all its known tokens find room."""
-        if seq.num_awaited or plan.spare < 1:
+        if seq.num_awaited or (plan.spare < 1 and not may_preempt):
             return False
         hits = self._blocks.find_hits(seq)
         if not self._fits(seq, hits, plan) and not (may_preempt and self._preempt_for(seq, hits, plan)):
@@ -313,13 +313,15 @@ class Scheduler:
         return self._blocks.blocks_to_admit(seq, hits) + kept_back - self._blocks.pool.num_free
 
     def _fits(self, seq: Sequence, hits: list[list[int]], plan: _Plan) -> bool:
-        return len(self.running) < self._num_rows and self._shortage(seq, hits, plan) <= 0
+        return plan.spare > 0 and len(self.running) < self._num_rows and self._shortage(seq, hits, plan) <= 0
 
     # Preemption and ends
 
     def _preempt_for(self, seq: Sequence, hits: list[list[int]], plan: _Plan) -> bool:
         """Make a waiting sequence fit by preempting running ones of a worse class, unless all of them would not do."""
         victims = [other for other in self.running if other.rank[0] > seq.rank[0]]
+        if plan.spare < 1 and all(victim.is_prefilling for victim in victims):
+            return False
         if self._shortage(seq, hits, plan) > sum(len(victim.held_blocks()) for victim in victims):
             return False
         while victims and not self._fits(seq, hits, plan):

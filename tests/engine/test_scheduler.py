@@ -355,6 +355,14 @@ def test_priority_goes_first_and_preempts_only_lower_ones():
     assert [seq.id for seq in sched.waiting] == ["p2", "q2"]
 
 
+def test_a_victim_gives_its_token_of_the_step_as_well():
+    sched = make_scheduler(policy="priority", max_num_seqs=3, max_tokens_per_step=2)
+    add(sched, request("a", 1, priority=1), request("b", 1, priority=1))
+    assert tokens_by_id(step(sched)[0]) == {"a": 1, "b": 1}
+    add(sched, request("top", 1, priority=0))
+    assert tokens_by_id(step(sched)[0]) == {"a": 1, "top": 1}
+
+
 def test_fcfs_preempts_nobody_for_a_newcomer():
     sched = make_scheduler(max_num_seqs=1)
     add(sched, request("a", priority=9))
@@ -532,6 +540,31 @@ def test_output_is_found_as_well():
     assert step(sched)[0].scheduled[0].start == 8
 
 
+def test_blocks_of_output_are_named_by_tokens_that_are_known():
+    """Planned ahead, a block is full before its last tokens are known."""
+    sched = make_scheduler()
+    add(sched, request("a", (1, 2, 3), max_tokens=9))
+    plans = []
+    while (out := sched.schedule(0.0)) is not None:
+        plans.append(out)
+        if len(plans) == 4:
+            sched.commit(result(plans.pop(0)), 0.0)
+    for out in plans:
+        sched.commit(result(out), 0.0)
+    add(sched, request("b", (1, 2, 3, 7, 7, 7, 7, 7, 7, 7)))
+    assert step(sched)[0].scheduled[0].start == 8
+
+
+def test_the_end_of_a_freed_prompt_is_given_away_before_its_beginning():
+    sched = make_scheduler(num_blocks=4)
+    add(sched, request("a", SHARED, max_tokens=1))
+    step(sched)
+    add(sched, request("other", 8, max_tokens=1))
+    step(sched)
+    add(sched, request("b", SHARED, max_tokens=1))
+    assert step(sched)[0].scheduled[0].start == 8
+
+
 def test_salt_and_switch_keep_prompts_apart():
     for sched, salt in ((make_scheduler(), "x"), (make_scheduler(caching=False), "")):
         add(sched, request("a", SHARED, max_tokens=6), request("b", SHARED, cache_salt=salt, max_tokens=6))
@@ -595,9 +628,13 @@ def test_prompt_logprobs_are_computed_in_spite_of_hits_and_delivered_once():
     out = sched.schedule(0.0)
     assert [(s.start, s.num_tokens) for s in out.scheduled] == [(0, 5)]
     assert sched.commit(RunnerOutput(out.step, (-1,), (), (first,)), 0.0) == []
+    out = sched.schedule(0.0)  # had it been cut elsewhere, known and new ones would come together
+    overlap = PromptLogprobs(4, tuple(logprob(t) for t in SHARED[4:10]))
+    rest = PromptLogprobs(6, overlap.entries[2:])
+    assert sched.commit(RunnerOutput(out.step, (-1,), (), (overlap,)), 0.0)[0].prompt_logprobs == (rest,)
     out = sched.schedule(0.0)
-    again = PromptLogprobs(6, tuple(logprob(t) for t in SHARED[6:11]))
-    assert sched.commit(RunnerOutput(out.step, (-1,), (), (again,)), 0.0)[0].prompt_logprobs == (again,)
+    last = PromptLogprobs(10, tuple(logprob(t) for t in SHARED[10:]))
+    assert sched.commit(RunnerOutput(out.step, (7,), (), (last,)), 0.0)[0].prompt_logprobs == (last,)
     assert sched.stats().prefix_queried_tokens == 12 + 4, "a was never looked up"
 
 

@@ -71,7 +71,7 @@ class Simulation:
     def __init__(self, rng: random.Random, *, run_ahead: int, num_requests: int):
         self.rng, self.run_ahead, self.num_to_come = rng, run_ahead, num_requests
         block_size = rng.choice((1, 2, 2, 3, 4, 8))
-        windows = rng.choice(((None,), (None, 5), (None, 1, 9), (4,), (None, None, 6), (3, 7)))
+        windows = rng.choice(((None,), (None, 5), (None, 1, 9), (4,), (None, None, 6), (2, 7)))
         chunk = rng.choice((None, 1, 2, 5, 16))
         tight = rng.random() < 0.4  # many short prompts and long outputs in a pool for one or two of them
         num_seqs, max_tokens = (12, 40) if tight else rng.choice(((1, 4), (3, 3), (5, 9), (12, 64)))
