@@ -262,7 +262,7 @@ class Scheduler:
 
     def _admit(self, seq: Sequence, plan: _Plan, may_preempt: bool) -> bool:
         """Give the first waiting sequence a row and plan its first tokens, if all its known tokens find room."""
-        if seq.num_awaited or (plan.spare < 1 and not may_preempt):
+        if seq.num_awaited or not (may_preempt or self._has_place(plan)):
             return False
         hits = self._blocks.find_hits(seq)
         if not self._fits(seq, hits, plan) and not (may_preempt and self._preempt_for(seq, hits, plan)):
@@ -312,8 +312,11 @@ class Scheduler:
         kept_back = plan.reserved + num_before * len(self._blocks.windows)
         return self._blocks.blocks_to_admit(seq, hits) + kept_back - self._blocks.pool.num_free
 
+    def _has_place(self, plan: _Plan) -> bool:
+        return plan.spare > 0 and len(self.running) < self._num_rows
+
     def _fits(self, seq: Sequence, hits: list[list[int]], plan: _Plan) -> bool:
-        return plan.spare > 0 and len(self.running) < self._num_rows and self._shortage(seq, hits, plan) <= 0
+        return self._has_place(plan) and self._shortage(seq, hits, plan) <= 0
 
     # Preemption and ends
 

@@ -492,6 +492,17 @@ def test_abort_frees_everything_in_every_state(state: str):
     assert (stats.num_used_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0)
 
 
+def test_an_id_may_come_back_while_steps_of_its_former_life_are_in_flight():
+    sched = make_scheduler()
+    add(sched, request("a"))
+    plans = [sched.schedule(0.0), sched.schedule(0.0)]
+    sched.abort("a", "moved away")
+    add(sched, request("a"))
+    plans.append(sched.schedule(0.0))
+    assert [len(sched.commit(result(out), 0.0)) for out in plans] == [0, 0, 1]
+    assert sched.running[0].token_ids[4:] == [7]
+
+
 def test_deadlines_end_queued_and_running_requests():
     sched = make_scheduler(max_num_seqs=1)
     add(sched, request("a", deadline_s=10.0), request("b", deadline_s=5.0), request("c"), now_s=2.0)
