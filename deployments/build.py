@@ -72,12 +72,12 @@ def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float =
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "graceful_shutdown_timeout_s": drain_timeout_s + 5.0,
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "logging_config": {"enable_access_log": False},
     }
     engines = serve.deployment(
         **shared,
+        graceful_shutdown_timeout_s=drain_timeout_s + 10.0,
         num_replicas=config.server.num_engine_replicas,
         ray_actor_options={"num_cpus": ENGINE_CPUS},
         placement_group_bundles=bundles(config, has_gpus()),
@@ -85,6 +85,7 @@ def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float =
     )(EngineReplica)
     ingress = serve.deployment(
         **shared,
+        graceful_shutdown_timeout_s=drain_timeout_s + 1.0,  # no engine answers its streams for longer
         name="Ingress",
         num_replicas=config.server.num_ingress_replicas,
         ray_actor_options={"num_cpus": INGRESS_CPUS},

@@ -146,12 +146,12 @@ class Launch:
     def _report(self, facts: EngineFacts) -> None:
         """Say what was started and how to use it."""
         path, body = self._example(facts)
-        full = facts.kv_capacity_tokens / facts.max_model_len
+        full = facts.num_blocks / blocks_per_sequence(facts)
         url = f"http://{self._listener.reachable_host}:{self._listener.port}"
         curl = f"curl {url}{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
         say = self._phases.say
         say(f"model      {facts.model_names[0]}, {facts.dtype} on {facts.device}")
-        blocks = f"{facts.num_blocks:,} blocks of {facts.block_size} tokens, {facts.kv_capacity_tokens:,} tokens"
+        blocks = f"{facts.num_blocks:,} blocks of {facts.block_size} tokens, {int(full * facts.max_model_len):,} tokens"
         say(f"KV cache   {blocks}: {full:.1f} sequences of full length ({facts.max_model_len:,} tokens) at once")
         say(f"attention  {facts.attention_backend}: {facts.attention_backend_reason}")
         if self._logs:
@@ -189,8 +189,15 @@ class Launch:
                 with contextlib.suppress(RayServeException):  # Serve had not started
                     serve.delete(APP)
                 if self._ray_address is None:
-                    serve.shutdown()
-        ray.shutdown()  # type: ignore[no-untyped-call]
+                    serve.shutdown()  # type: ignore[no-untyped-call]
+        with contextlib.redirect_stderr(io.StringIO()):  # what Ray says of processes that end is no news now
+            ray.shutdown()
+
+
+def blocks_per_sequence(facts: EngineFacts) -> int:
+    """KV blocks that one sequence of full length holds; a sliding window holds what it can still see."""
+    lengths = [min(window or facts.max_model_len, facts.max_model_len) for window in facts.block_groups]
+    return sum(math.ceil(length / facts.block_size) for length in lengths)
 
 
 def _stop(signum: int, frame: object) -> None:
