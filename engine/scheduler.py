@@ -477,6 +477,8 @@ class Scheduler:
         assert sorted(rows) == list(range(self._num_rows)), "a row is lost or held twice"
         listed = self.running + self.waiting
         assert len(listed) == len(self._seqs) and all(self._seqs[seq.id] is seq for seq in listed), "a request is lost"
+        for seq in listed:
+            assert len(seq.block_hashes) * self._block_size <= len(seq.token_ids), f"{seq.id}: a hash of unknown tokens"
         for seqs in (self.running, self.waiting):
             assert all(a.rank < b.rank for a, b in pairwise(seqs)), "a list is out of order"
         first_waiting = {seq.rank[0]: seq.rank for seq in reversed(self.waiting)}

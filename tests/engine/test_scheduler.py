@@ -576,11 +576,25 @@ def test_the_end_of_a_freed_prompt_is_given_away_before_its_beginning():
     assert step(sched)[0].scheduled[0].start == 8
 
 
+def test_a_block_may_fall_out_of_its_window_before_its_token_is_known():
+    sched = make_scheduler(windows=(None, 2), block_size=1)
+    add(sched, request("a", 1, max_tokens=20))
+    plans = [sched.schedule(0.0) for _ in range(4)]
+    while plans:
+        sched.commit(result(plans.pop(0)), 0.0)
+        sched.check_invariants()
+        if (out := sched.schedule(0.0)) is not None:
+            plans.append(out)
+        sched.check_invariants()
+    assert not sched.has_work()
+
+
 def test_salt_and_switch_keep_prompts_apart():
     for sched, salt in ((make_scheduler(), "x"), (make_scheduler(caching=False), "")):
         add(sched, request("a", SHARED, max_tokens=6), request("b", SHARED, cache_salt=salt, max_tokens=6))
         assert tokens_by_id(step(sched)[0]) == {"a": 12, "b": 12}
-        assert sched.stats().prefix_hit_tokens == 0
+        stats = sched.stats()
+        assert (stats.prefix_queried_tokens, stats.prefix_hit_tokens) == (24 if salt else 0, 0)
         drain(sched)
 
 

@@ -71,7 +71,7 @@ class Simulation:
     def __init__(self, rng: random.Random, *, run_ahead: int, num_requests: int):
         self.rng, self.run_ahead, self.num_to_come = rng, run_ahead, num_requests
         block_size = rng.choice((1, 2, 2, 3, 4, 8))
-        windows = rng.choice(((None,), (None, 5), (None, 1, 9), (4,), (None, None, 6), (2, 7)))
+        windows = rng.choice(((None,), (None, 5), (None, 1, 9), (2,), (None, None, 6), (2, 7)))
         chunk = rng.choice((None, 1, 2, 5, 16))
         tight = rng.random() < 0.4  # many short prompts and long outputs in a pool for one or two of them
         num_seqs, max_tokens = (12, 40) if tight else rng.choice(((1, 4), (3, 3), (5, 9), (12, 64)))
@@ -206,7 +206,7 @@ class Simulation:
 @pytest.mark.parametrize("run_ahead", (1, 2, 3, 4))
 def test_random_loads_give_the_tokens_of_solo_runs(run_ahead: int):
     steps = preemptions = hits = refused = 0
-    for seed in range(60):
+    for seed in range(32):
         simulation = Simulation(random.Random(1000 * run_ahead + seed), run_ahead=run_ahead, num_requests=40)
         simulation.run()
         stats = simulation.scheduler.stats()
@@ -214,7 +214,7 @@ def test_random_loads_give_the_tokens_of_solo_runs(run_ahead: int):
         preemptions += stats.num_preemptions
         hits += stats.prefix_hit_tokens
         refused += simulation.num_refused
-    assert steps > 5000 and preemptions > 150 and hits > 1000 and refused > 100, "the loads exercise too little"
+    assert steps > 2500 and preemptions > 75 and hits > 400 and refused > 50, "the loads exercise too little"
 
 
 @SETTINGS
