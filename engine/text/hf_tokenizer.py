@@ -117,9 +117,9 @@ def _eos_ids(checkpoint: Checkpoint) -> list[int]:
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Files come before tokenizer_config.json; chat_template.json is where processors used to keep it."""
-    files = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("additional_chat_templates/*.jinja")}
+    files = {path.stem: _read_text(path) for path in folder.glob("additional_chat_templates/*.jinja")}
     if (folder / "chat_template.jinja").exists():
-        files["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        files["default"] = _read_text(folder / "chat_template.jinja")
     given = files or config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template") or {}
     if isinstance(given, str):
         return {"default": given}
@@ -128,12 +128,19 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return dict(given)
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(_read_text(path))
+    except ValueError as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} should hold a JSON object, it holds {type(value).__name__}")

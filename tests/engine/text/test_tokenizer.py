@@ -195,7 +195,14 @@ def test_a_broken_file_is_named(tmp_path):
     (folder / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         load(folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json can't be read"):
+        load(folder)
     (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja can't be read"):
+        load(folder)
+    (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json can't be read"):
         load(folder)
