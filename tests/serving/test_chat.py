@@ -142,9 +142,10 @@ async def test_a_second_turn_with_parts_and_null_content() -> None:
         },
         {"role": "tool", "tool_call_id": "1", "content": "42"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "assistant", "content": None, "refusal": "never"},
         {"role": "user", "content": "and?"},
     ]
-    prompt = "system:be brief\nuser:a\nb\nassistant:\ntool:42\nassistant:no\nuser:and?\nassistant:"
+    prompt = "system:be brief\nuser:a\nb\nassistant:\ntool:42\nassistant:no\nassistant:never\nuser:and?\nassistant:"
     async with Rig() as rig:
         got = await rig.chat(messages=history, max_tokens=3, return_token_ids=True)
         assert bytes(got["prompt_token_ids"]).decode() == prompt

@@ -304,6 +304,16 @@ async def test_special_ids_in_an_echoed_prompt() -> None:
             assert choice["logprobs"]["text_offset"] == offsets
 
 
+async def test_special_tokens_around_an_echoed_text_have_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Rig() as rig:
+        monkeypatch.setattr(rig.tokenizer, "encode", lambda text, special: [257, *text.encode()])
+        got = await rig.complete(
+            prompt="a", allowed_token_ids=[98], max_tokens=1, echo=True, logprobs=0, skip_special_tokens=False
+        )
+        assert got["choices"][0]["text"] == "ab"
+        assert got["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1]
+
+
 async def test_minus_infinity_is_written_as_a_number() -> None:
     class Never(FakeWorker):
         def _run(self, out: Any) -> Any:

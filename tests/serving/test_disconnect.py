@@ -82,15 +82,18 @@ async def test_leaving_while_queued_frees_everything(n: int, stream: bool) -> No
         assert rig.links[0].engine.stats().finished == {"abort": n, "length": 1}
 
 
-async def test_leaving_before_the_body_is_complete() -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_leaving_before_the_body_is_complete(path: str, caplog: pytest.LogCaptureFixture) -> None:
     async with Rig() as rig, rig.served() as url:
         host, port = url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
         await asyncio.sleep(0.05)
         writer.close()
         await writer.wait_closed()
+        await asyncio.sleep(0.05)
         assert (await rig.complete(prompt="x", max_tokens=1))["usage"]["completion_tokens"] == 1
+        assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_cancelled_handler_frees_everything() -> None:
