@@ -45,7 +45,12 @@ class Served:
     def __enter__(self) -> Served:
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *self._args], cwd=ROOT, env=self.env, stdout=log, stderr=subprocess.STDOUT
+                [sys.executable, *self._args],
+                cwd=ROOT,
+                env=self.env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that a test can send a signal to all, as a terminal does
             )
         return self
 
@@ -76,15 +81,19 @@ class Served:
         """What `condition` gives once that is true."""
         return wait_for(condition, what, timeout_s, lambda: self.output, self._check_running)
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and wait for the end; the exit status."""
+    def stop(self) -> int:
+        """Ask it to end, and wait for that; the exit status."""
         if self.process.poll() is None:
-            self.process.send_signal(number)
+            self.process.send_signal(signal.SIGTERM)
+        return self.ended()
+
+    def ended(self, timeout_s: float = END_S) -> int:
+        """Wait for the end; the exit status."""
         try:
-            return self.process.wait(END_S)
+            return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise AssertionError(f"not ended after {END_S:g} s:\n{self.output}") from None
+            raise AssertionError(f"not ended after {timeout_s:g} s:\n{self.output}") from None
 
     def left_over(self) -> list[Any]:
         """Processes of this server's Ray that live."""
