@@ -88,6 +88,7 @@ def test_equal_tokens_are_kept_by_lowest_id(vocab, top_k, top_p):
     """Two of eight equal tokens: cut inside a tie, in the candidates' order and in the histogram's bucket."""
     top_k, kept = top_k * vocab // 8, vocab // 4
     z = torch.zeros((GRID, vocab))
+    z[torch.rand(z.shape, generator=torch.Generator().manual_seed(0)) < 0.5] = -0.0
     u = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
     for tokens in sample(z, u, 1.0, top_k, top_p, 0.0):
         assert tokens.max() < kept
@@ -132,12 +133,12 @@ def test_peaked_and_flat_distributions_over_a_large_vocabulary(scale, temperatur
 @pytest.mark.parametrize("top_k, top_p, min_p", [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.99, 0.0), (0, 1.0, 0.1)])
 @pytest.mark.parametrize("vocab", [5, 1000])
 def test_the_ends_of_the_interval_give_the_first_and_last_possible_token(top_k, top_p, min_p, vocab):
-    z = torch.full((2, vocab), -inf)
+    z = torch.full((3, vocab), -inf)
     z[:, 1] = z[:, -2] = 1.0
     z[:, 2] = 1.1
-    u = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    u = torch.tensor([0.0, 1 - 2**-53, 1.0], dtype=torch.float64)  # 1.0: where u * sum is rounded up to the sum
     for tokens in sample(z, u, 1.0, top_k, top_p, min_p):
-        assert tokens.tolist() == [1, vocab - 2]
+        assert tokens.tolist() == [1, vocab - 2, vocab - 2]
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 64, 129, 5003])
