@@ -159,16 +159,16 @@ class _Values:
             raise ConfigError(f"{self.name}: config.json lacks {key}")
         return value
 
-    def integer(self, key: str) -> int:
+    def integer(self, key: str, at_least: int = 1) -> int:
         value = self[key]
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.name}: config.json has {key} = {value!r}, a positive integer was expected")
+        if not isinstance(value, int) or value < at_least:
+            raise ConfigError(f"{self.name}: {key} = {value!r}, an integer of at least {at_least} was expected")
         return value
 
     def number(self, key: str) -> float:
         value = self[key]
         if not isinstance(value, int | float) or value <= 0:
-            raise ConfigError(f"{self.name}: config.json has {key} = {value!r}, a positive number was expected")
+            raise ConfigError(f"{self.name}: {key} = {value!r}, a positive number was expected")
         return float(value)
 
 
@@ -211,7 +211,7 @@ def _layer_types(values: _Values, architecture: str) -> list[str]:
         pattern = values.integer("sliding_window_pattern")
         types = [_SLIDING if (i + 1) % pattern else _FULL for i in range(num_layers)]
     elif types is None:
-        first = values.integer("max_window_layers") if config.get("use_sliding_window") else num_layers
+        first = values.integer("max_window_layers", at_least=0) if config.get("use_sliding_window") else num_layers
         types = [_SLIDING if i >= first else _FULL for i in range(num_layers)]
     if len(types) != num_layers or not set(types) <= {_FULL, _SLIDING}:
         raise UnsupportedModel(

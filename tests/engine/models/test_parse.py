@@ -217,6 +217,7 @@ def test_windows_of_each_family():
         window = {"num_key_value_heads": 8, "sliding_window": 8, "max_window_layers": 3}
         assert spec_of(family, **window, use_sliding_window=False).windows == (None,) * 4
         assert spec_of(family, **window, use_sliding_window=True).windows == (None, None, None, 8)
+        assert spec_of(family, **window | {"max_window_layers": 0}, use_sliding_window=True).windows == (8,) * 4
         types = ["full_attention", "sliding_attention"] * 2
         assert spec_of(family, **window, use_sliding_window=True, layer_types=types).windows == (None, 8, None, 8)
     types = ["sliding_attention", "full_attention"] * 2
