@@ -179,8 +179,7 @@ def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
     block = _first_beyond(reached, u)
     before = torch.nn.functional.pad(reached, (1, 0)).gather(1, block.unsqueeze(1))
     at = _block_ids(block, p.shape[1])
-    is_repeat = torch.nn.functional.pad(at[:, 1:] == at[:, :-1], (1, 0))
-    inside = p.gather(1, at).masked_fill(is_repeat, 0.0).cumsum(1, dtype=torch.float64)
+    inside = p.gather(1, at).cumsum(1, dtype=torch.float64)  # repeats of the last id come last and are that id
     token = _count_up_to(inside, (u * reached[:, -1]).unsqueeze(1) - before)
     return at.gather(1, token.unsqueeze(1)).squeeze(1)
 
