@@ -333,6 +333,23 @@ def test_a_newcomer_is_not_admitted_into_the_last_blocks():
     assert sched.num_waiting == 1 and sched.stats().num_preemptions == 0
 
 
+def test_blocks_are_kept_back_for_the_chunks_of_prompts_already_begun():
+    sched = make_scheduler(num_blocks=10, prefill_chunk_tokens=4)
+    add(sched, request("a", 32, max_tokens=1), request("b", 20, max_tokens=1))
+    admitted = [[new.seq_id for new in step(sched)[0].added] for _ in range(9)]
+    assert admitted == [["a"], *[[]] * 7, ["b"]]
+
+
+def test_a_prompt_that_waits_for_blocks_is_not_robbed_of_the_free_ones():
+    sched = make_scheduler(num_blocks=34, prefill_chunk_tokens=16)
+    add(sched, request("a", 1, max_tokens=100))
+    step(sched)
+    add(sched, request("big", 128, max_tokens=1), request("small", 1, max_tokens=1))
+    plans = [tokens_by_id(step(sched)[0]) for _ in range(8)]
+    assert plans == [{"a": 1, "big": 16}] * 7 + [{"a": 1}]
+    assert sched.stats().num_used_blocks == 31, "of four blocks for its last chunk there were three"
+
+
 # Order
 
 
@@ -549,6 +566,30 @@ def test_output_is_found_as_well():
     drain(sched)
     add(sched, request("b", (1, 2, 3, 7, 7, 7, 7, 7, 7, 7)))
     assert step(sched)[0].scheduled[0].start == 8
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_output_is_found_while_its_sequence_goes_on(logprobs: int | None):
+    sched = make_scheduler()
+    add(sched, request("a", (1, 2, 3), logprobs=logprobs))
+    for _ in range(7):
+        out = sched.schedule(0.0)
+        entries = () if logprobs is None else (logprob(7),)
+        sched.commit(RunnerOutput(out.step, (7,), entries), 0.0)
+    add(sched, request("b", (1, 2, 3, 7, 7, 7, 7, 7, 7, 7)))
+    assert step(sched)[0].scheduled[1].start == 8
+
+
+def test_a_block_filled_by_a_step_in_flight_is_found_when_its_sequence_leaves():
+    sched = make_scheduler()
+    add(sched, request("a", (1, 2, 3)))
+    step(sched)
+    in_flight = sched.schedule(0.0)
+    sched.abort("a", "")
+    add(sched, request("b", (1, 2, 3, 7, 9)))
+    out = sched.schedule(0.0)
+    assert out.scheduled[0].start == 4
+    assert [len(sched.commit(result(o), 0.0)) for o in (in_flight, out)] == [0, 1]
 
 
 def test_blocks_of_output_are_named_by_tokens_that_are_known():
