@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedray.engine.text.text_stream import ONE_PER_BYTE, REPLACEMENT, Utf8Stream
+from pagedray.engine.text.text_stream import ONE_PER_BYTE, REPLACEMENT, Utf8Stream, WindowStream
 from tests.engine.text import samples
 
 EMOJI = "👩‍👩‍👧‍👦🏴\U000e0067\U000e0062\U000e007f日e\u0301é\u00a0x"
@@ -100,14 +100,15 @@ def test_any_text_streams_back_in_prefixes_of_itself(text, kind):
 
 
 def test_the_space_that_sentencepiece_puts_first_is_dropped_once():
-    tokenizer = samples.wrap(BACKENDS["byte fallback with prefix"])
-    space = tokenizer.encode("the", add_special_tokens=False)[:1]
-    assert tokenizer.token_bytes(space[0]).startswith(b" ")
-    assert pieces(tokenizer.text_stream(True), space * 2) == [
-        "the"[: len(tokenizer.token_bytes(space[0])) - 1],
-        tokenizer.token_bytes(space[0]).decode(),
-        "",
-    ]
+    words = [b" the", b" ", b"  ", b""]
+    assert pieces(Utf8Stream(words.__getitem__, strips_space=True), [3, 0, 0]) == ["", "the", " the", ""]
+    assert pieces(Utf8Stream(words.__getitem__, strips_space=True), [1, 1, 0]) == ["", " ", " the", ""]
+    assert pieces(Utf8Stream(words.__getitem__, strips_space=True), [2, 0]) == [" ", " the", ""]
+
+
+def test_a_decoder_that_never_completes_a_character_is_not_waited_for():
+    stream = WindowStream(lambda ids: REPLACEMENT * len(ids))
+    assert pieces(stream, range(9)) == ["", "", "", 4 * REPLACEMENT, "", "", "", 4 * REPLACEMENT, "", REPLACEMENT]
 
 
 def test_special_tokens_inside_a_character_do_not_break_it():

@@ -134,7 +134,9 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):
     backend = samples.byte_level()
     backend.enable_truncation(3)
     backend.enable_padding(length=9)
-    assert load(samples.save(tmp_path, backend)).encode("a b c d e f") == samples.byte_level().encode("a b c d e f").ids
+    tokenizer = load(samples.save(tmp_path, backend))
+    for text in ("a", "a b c d e f"):
+        assert tokenizer.encode(text) == samples.byte_level().encode(text).ids
 
 
 def test_chat_templates_come_from_files_first(tmp_path):
