@@ -23,7 +23,7 @@ from pagedray.engine.errors import ConfigError, Unsupported, UserError
 from pagedray.engine.text.template_sandbox import TemplateRefusal, TemplateSandbox
 
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # the space shows whether the template trims
-RESERVED = ("messages", "add_generation_prompt", "continue_final_message")  # can't be a caller's own variables
+_RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
 
 
 @functools.cache
@@ -72,6 +72,11 @@ class ChatTemplate:
                 "message, the second begins a new one",
                 "continue_final_message",
             )
+        for name in _RESERVED:
+            if name in variables:
+                raise UserError(
+                    f"chat_template_kwargs can't hold {name}; it is a field of its own", "chat_template_kwargs"
+                )
         try:
             self.check()
         except ConfigError as error:

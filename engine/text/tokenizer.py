@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from pagedray.engine.errors import ConfigError, UserError
-from pagedray.engine.text.chat_template import RESERVED, ChatTemplate
+from pagedray.engine.text.chat_template import ChatTemplate
 from pagedray.engine.text.text_stream import ONE_PER_BYTE, TextStream, Utf8Stream, WindowStream
 
 if TYPE_CHECKING:
@@ -107,11 +107,6 @@ class Tokenizer:
             UserError: there is no chat template, or it can't render these messages.
         """
         variables = {**self.special_tokens, **(kwargs or {})}
-        for name in RESERVED:
-            if name in variables:
-                raise UserError(
-                    f"chat_template_kwargs can't hold {name}; it is a field of its own", "chat_template_kwargs"
-                )
         template = self._templates.get("default")
         if variables.get("tools"):
             template = self._templates.get("tool_use", template)

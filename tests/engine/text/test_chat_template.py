@@ -199,6 +199,8 @@ def test_tool_call_arguments_are_parsed_for_the_template():
     want = theirs(QWEN, [USER, {"role": "assistant", "tool_calls": [parsed]}, result])
     assert ours(QWEN, given) == want
     assert given == before
+    empty = {**call, "function": {"name": "f", "arguments": ""}}
+    assert '"arguments": {}' in ours(QWEN, [USER, {"role": "assistant", "tool_calls": [empty]}])
     broken = {**call, "function": {"name": "f", "arguments": "{"}}
     with pytest.raises(UserError, match=r"messages\[1\].tool_calls\[0\].function.arguments must be JSON"):
         ours(QWEN, [USER, {"role": "assistant", "tool_calls": [broken]}])
@@ -240,6 +242,13 @@ def test_the_form_of_content_is_read_from_the_template(template):
 def test_a_template_that_knows_only_parts_gets_a_string_as_one():
     assert ours(PARTS, [USER]) == f"USER: [{USER['content']}]"
     assert ours(PARTS, [{"role": "user", "content": None}]) == "USER: []"
+
+
+def test_a_template_that_tests_for_strings_gets_strings():
+    asks = "{% set c = messages[0].content %}{% if c is string %}S{% else %}{% for p in c %}P{% endfor %}{% endif %}"
+    assert ours(asks, [USER]) == "S"
+    assert ours(asks, [{"role": "user", "content": None}]) == "S"
+    assert ours(asks, as_parts([USER])) == "P"
 
 
 def test_null_content_is_an_empty_string_unless_the_template_asks():
@@ -321,6 +330,7 @@ def test_one_of_continue_and_generation_prompt_at_a_time():
     [
         ("{{ messages[0].role }}", USER),  # content isn't shown at all
         ("{{ messages[0].content[:2] }}", USER),  # only part of it
+        ("{{ messages[0].content | upper }}", USER),  # changed, but for the mark
         ("{{ messages[0]['content'] is none }}", {"role": "user", "content": None}),
         ("{% for p in messages[0].content %}{{ p.text }}{% endfor %}", {"role": "user", "content": []}),
     ],
