@@ -11,6 +11,8 @@ import asyncio
 import enum
 import logging
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from ray import serve
 from ray.util import get_current_placement_group
@@ -54,6 +56,8 @@ class EngineReplica:
         worker_class: what does the work, see `WorkerActor`.
     """
 
+    _state = State.STARTING
+
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: Config, drain_timeout_s: float, worker_class: str = WORKER_CLASS
     ):
@@ -66,7 +70,6 @@ class EngineReplica:
         self._config, self._placement, self._worker_class = config, placement, worker_class
         self._directory = Directory(serve.get_replica_context().app_name, config.model)
         self._drain_timeout_s = drain_timeout_s
-        self._state = State.STARTING
         self._unit = await self._start()
         self._supervisor = asyncio.create_task(self._supervise())
 
@@ -75,10 +78,14 @@ class EngineReplica:
         if self._supervisor.done():
             raise EngineDead(f"the engine can't be rebuilt: {self._supervisor.exception()}")
 
-    async def __del__(self) -> None:
-        """Serve's call when the replica is to stop: drain, then leave nothing behind."""
-        if self._state is State.STARTING:
-            return  # nothing was accepted; the actors end with their owner
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        """Serve calls this when the replica is to stop and awaits the result; Python's own calls find nothing to do."""
+        if self._state in (State.STARTING, State.STOPPING):
+            return None  # nothing was accepted, and the actors of a start that failed are gone
+        return self._stop()
+
+    async def _stop(self) -> None:
+        """Drain, then leave nothing behind."""
         self._move(State.STOPPING)
         self._supervisor.cancel()
         await asyncio.wait([self._supervisor])

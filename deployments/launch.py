@@ -99,7 +99,7 @@ class Launch:
         self._phases.draw("Serve")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         listen = {"host": self._listener.host, "port": self._listener.port}
-        serve.start(proxy_location="HeadOnly", http_options=listen)
+        serve.start(proxy_location="HeadOnly" if self._ray_address is None else "EveryNode", http_options=listen)
         self._phases.end("Serve")
         target = serve.RunTarget(target=application(self._config, self._parts, DRAIN_S), name=APP, route_prefix="/")
         serve.run_many([target], wait_for_applications_running=False)
@@ -108,9 +108,15 @@ class Launch:
         while (facts := watch.look()) is None:
             asked_s = self._ask_serve(asked_s)
             time.sleep(LOOK_S)
+        loaded_s = time.monotonic()
         while not self._answers():
             self._phases.draw(AFTER_LOADING)
             asked_s = self._ask_serve(asked_s)
+            if self._ray_address is not None and time.monotonic() - loaded_s > HTTP_TIMEOUT_S:
+                raise EngineUnavailable(
+                    f"the engine runs, but {self._url} does not answer. A cluster's Serve listens where it was told when it "
+                    "first started: give that as --host and --port"
+                )
             time.sleep(LOOK_S)
         self._phases.end(AFTER_LOADING)
         return facts
@@ -127,6 +133,10 @@ class Launch:
                 where = f" (logs: {self._logs})" if self._logs else ""
                 raise EngineUnavailable(f"{name} does not start: {reason}{where}")
         return now
+
+    @property
+    def _url(self) -> str:
+        return f"http://{self._listener.reachable_host}:{self._listener.port}"
 
     def _answers(self) -> bool:
         try:
@@ -147,8 +157,7 @@ class Launch:
         """Say what was started and how to use it."""
         path, body = self._example(facts)
         full = facts.num_blocks / blocks_per_sequence(facts)
-        url = f"http://{self._listener.reachable_host}:{self._listener.port}"
-        curl = f"curl {url}{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+        curl = f"curl {self._url}{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
         say = self._phases.say
         say(f"model      {facts.model_names[0]}, {facts.dtype} on {facts.device}")
         blocks = f"{facts.num_blocks:,} blocks of {facts.block_size} tokens, {int(full * facts.max_model_len):,} tokens"
@@ -156,7 +165,7 @@ class Launch:
         say(f"attention  {facts.attention_backend}: {facts.attention_backend_reason}")
         if self._logs:
             say(f"logs       {self._logs}")
-        say(f"ready in {self._phases.total_s:.1f} s: {url} ({self._listener})")
+        say(f"ready in {self._phases.total_s:.1f} s: {self._url} ({self._listener})")
         say(f"  {curl}")
 
     def _example(self, facts: EngineFacts) -> tuple[str, dict[str, Any]]:

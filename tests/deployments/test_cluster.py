@@ -30,6 +30,7 @@ pytestmark = [
             (
                 *("--no-haproxy", "--port", "0", "--num-ingress-replicas", "2", "--max-queued-requests", "8"),
                 *("--step-timeout-s", "3", "--max-num-seqs", "4", "--log-stats-interval-s", "1"),
+                *("--stall-threshold-s", "8"),
             )
         ],
         indirect=True,
@@ -229,6 +230,18 @@ def test_a_frozen_worker_is_replaced(served: Served, cluster: Cluster) -> None:
     cluster.wait_for_successor(engine_id)
     stream.check()
     assert pid not in [process.pid for process in served.left_over()]
+
+
+def test_a_frozen_scheduler_is_unhealthy_and_replaced(served: Served, cluster: Cluster) -> None:
+    stream = Stream(served, 150)
+    stream.wait_for_text()
+    engine_id, pid = cluster.engine_id(), cluster.pid("scheduler")
+    os.kill(pid, signal.SIGSTOP)
+    assert httpx.get(f"{served.url}/health", timeout=60).status_code == 503
+    cluster.wait_for_successor(engine_id)
+    stream.check()
+    assert pid not in [process.pid for process in served.left_over()]
+    assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200
 
 
 def test_a_killed_engine_replica_is_replaced(served: Served, cluster: Cluster) -> None:
