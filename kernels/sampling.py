@@ -96,7 +96,7 @@ def sample_top_k(
     scaled = values.double() / temperature.double().unsqueeze(1)
     p = torch.softmax(scaled.masked_fill_(outside, -inf), dim=-1)
     p = _cut_min_p(p, min_p.double())
-    return _choose(_nucleus(p, _limit(p.cumsum(1)[:, -1], top_p)), ids, u)
+    return _choose(_nucleus(p, top_p.double() * p.cumsum(1)[:, -1]), ids, u)
 
 
 def sample_min_p(z: Tensor, u: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def sample_top_p(z: Tensor, u: Tensor, temperature: Tensor, top_p: Tensor, min_p
     p = _probabilities(z, temperature)
     if min_p.any():
         p = _cut_min_p(p, min_p)
-    limit = _limit(_block_reduce(p, "sum").cumsum(1)[:, -1], top_p)
+    limit = top_p.double() * _block_reduce(p, "sum").cumsum(1)[:, -1]
     tokens = torch.empty_like(u, dtype=torch.int64)
 
     _, ids = top_candidates(z, NUM_CANDIDATES)
@@ -133,11 +133,6 @@ def _probabilities(z: Tensor, temperature: Tensor) -> Tensor:
 def _cut_min_p(p: Tensor, min_p: Tensor) -> Tensor:
     least = min_p.unsqueeze(1) * p.amax(-1, keepdim=True)
     return p * torch.ge(p, least, out=torch.empty_like(p))  # several times faster than a mask of booleans
-
-
-def _limit(total: Tensor, top_p: Tensor) -> Tensor:
-    """Probability that the nucleus must reach; infinite where top_p is off."""
-    return torch.where(top_p < 1, top_p.double() * total, inf)
 
 
 def _nucleus(p: Tensor, limit: Tensor) -> Tensor:
