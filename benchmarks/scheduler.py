@@ -1,5 +1,6 @@
 """Python time of schedule + commit for a step of 256 decoding sequences, over whole block lengths: blocks run full,
-are hashed and registered, and new ones are taken, as in a real load.
+are hashed and registered, and new ones are taken, as in a real load. CPU time of the thread, so that other processes
+disturb it less.
 
 The baseline only builds the messages of such a step: what any scheduler that sends them pays at least.
 
@@ -24,7 +25,7 @@ BUDGET_S = 0.25e-3
 
 
 def decoding_scheduler(run_ahead: int) -> tuple[Scheduler, list[SchedulerOutput]]:
-    """A scheduler whose NUM_SEQS sequences all decode, at different offsets in their blocks, and its steps in flight."""
+    """A scheduler whose sequences all decode, at different offsets in their blocks, and its steps in flight."""
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=NUM_SEQS,

@@ -115,8 +115,7 @@ class Scheduler:
         self._block_size = block_size
         self._eos_ids = eos_ids
         self._rank = POLICIES[policy]
-        self._num_rows = min(limits.max_num_seqs, limits.max_tokens_per_step)  # each running one gets a token a step
-        self._free_rows = list(range(self._num_rows - 1, -1, -1))
+        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_rows: list[int] = []  # since the last plan
         self._prefilling: set[str] = set()  # running ones that have more than one known token to compute
         self._in_flight: deque[tuple[int, list[Sequence]]] = deque()
@@ -234,7 +233,7 @@ class Scheduler:
         order = self.running[:]
         if self.waiting and order and self.waiting[0].rank[0] < order[-1].rank[0]:
             worst = order[-1].rank[0]
-            order += [seq for seq in self.waiting[: self._num_rows] if seq.rank[0] < worst]
+            order += [seq for seq in self.waiting[: self.limits.max_num_seqs] if seq.rank[0] < worst]
             order.sort(key=_by_rank)
         return order
 
@@ -313,7 +312,7 @@ class Scheduler:
         return self._blocks.blocks_to_admit(seq, hits) + kept_back - self._blocks.pool.num_free
 
     def _has_place(self, plan: _Plan) -> bool:
-        return plan.spare > 0 and len(self.running) < self._num_rows
+        return plan.spare > 0 and bool(self._free_rows)
 
     def _fits(self, seq: Sequence, hits: list[list[int]], plan: _Plan) -> bool:
         return self._has_place(plan) and self._shortage(seq, hits, plan) <= 0
@@ -474,7 +473,7 @@ class Scheduler:
         """Raise AssertionError where the books don't agree."""
         self._blocks.check_invariants(self.running)
         rows = [seq.row for seq in self.running] + self._free_rows
-        assert sorted(rows) == list(range(self._num_rows)), "a row is lost or held twice"
+        assert sorted(rows) == list(range(self.limits.max_num_seqs)), "a row is lost or held twice"
         listed = self.running + self.waiting
         assert len(listed) == len(self._seqs) and all(self._seqs[seq.id] is seq for seq in listed), "a request is lost"
         for seq in listed:

@@ -117,9 +117,9 @@ def test_a_prompt_is_computed_in_chunks_and_only_the_last_one_samples():
 
 def test_several_prompts_share_a_step():
     sched = make_scheduler(max_tokens_per_step=20)
-    add(sched, request("a", 8), request("b", 8), request("c", 8))
+    add(sched, request("a", 8), request("b", 8), request("c", 30))
     assert tokens_by_id(step(sched)[0]) == {"a": 8, "b": 8, "c": 4}
-    assert tokens_by_id(step(sched)[0]) == {"a": 1, "b": 1, "c": 4}
+    assert tokens_by_id(step(sched)[0]) == {"a": 1, "b": 1, "c": 18}
 
 
 def test_single_tokens_come_first_in_a_step():
@@ -372,6 +372,17 @@ def test_priority_goes_first_and_preempts_only_lower_ones():
     assert [seq.id for seq in sched.waiting] == ["p2", "q2"]
 
 
+def test_a_victim_without_tokens_in_the_step_makes_no_room_in_it():
+    sched = make_scheduler(policy="priority", num_blocks=200, max_tokens_per_step=4)
+    add(sched, request("low", 100, priority=2))
+    step(sched)
+    add(sched, request("top", 100, priority=0))
+    assert tokens_by_id(step(sched)[0]) == {"top": 4}
+    add(sched, request("mid", 100, priority=1))
+    assert tokens_by_id(step(sched)[0]) == {"top": 4}
+    assert (sched.num_running, sched.num_waiting, sched.stats().num_preemptions) == (2, 1, 0)
+
+
 def test_a_victim_gives_its_token_of_the_step_as_well():
     sched = make_scheduler(policy="priority", max_num_seqs=3, max_tokens_per_step=2)
     add(sched, request("a", 1, priority=1), request("b", 1, priority=1))
@@ -416,11 +427,13 @@ def test_what_can_never_fit_is_refused_with_both_numbers():
     assert drain(sched) == {"b": "length"}
 
 
-def test_a_window_group_counts_window_and_chunk():
-    windows = (8,)
+@pytest.mark.parametrize(
+    "limits", [{"prefill_chunk_tokens": 8}, {"max_tokens_per_step": 8, "prefill_chunk_tokens": 99}]
+)
+def test_a_window_group_counts_window_and_chunk(limits: dict[str, int]):
     with pytest.raises(UserError):
-        add(make_scheduler(num_blocks=4, windows=windows, prefill_chunk_tokens=8), request("a", 40))
-    sched = make_scheduler(num_blocks=5, windows=windows, prefill_chunk_tokens=8)
+        add(make_scheduler(num_blocks=4, windows=(8,), **limits), request("a", 40))
+    sched = make_scheduler(num_blocks=5, windows=(8,), **limits)
     add(sched, request("a", 40))
     most = 0
     while sched.has_work():
@@ -711,6 +724,15 @@ def test_a_resubmitted_request_goes_on_after_its_tokens():
     assert out.added[0].token_ids == (1, 2, 3, 4) and out.added[0].num_prompt_tokens == 2
     assert updates == [RequestUpdate("a", 2, (7,))]
     assert step(sched)[1] == [RequestUpdate("a", 3, (7,), "length")]
+
+
+def test_cached_tokens_of_a_resubmitted_request_are_those_of_its_prompt():
+    sched = make_scheduler()
+    add(sched, request("a", (1, 2, 3, 4, 5), max_tokens=10))
+    drain(sched)
+    add(sched, request("b", (1, 2, 3, 4, 5), output_ids=(7,) * 8, max_tokens=10))
+    out, updates = step(sched)
+    assert out.scheduled[0].start == 12 and updates[0].num_cached_tokens == 5
 
 
 def test_a_resubmitted_request_with_nothing_left_ends_at_once():

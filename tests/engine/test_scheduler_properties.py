@@ -74,7 +74,7 @@ class Simulation:
         windows = rng.choice(((None,), (None, 5), (None, 1, 9), (2,), (None, None, 6), (2, 7)))
         chunk = rng.choice((None, 1, 2, 5, 16))
         tight = rng.random() < 0.4  # many short prompts and long outputs in a pool for one or two of them
-        num_seqs, max_tokens = (12, 40) if tight else rng.choice(((1, 4), (3, 3), (5, 9), (12, 64)))
+        num_seqs, max_tokens = (12, 40) if tight else rng.choice(((1, 4), (5, 3), (5, 9), (12, 64)))
         num_blocks = len(windows) * (rng.choice((60, 80) if tight else (14, 60, 120)) // block_size + 2)
         self.caching = rng.random() < 0.75
         self.arrival_rate = 0.8 if tight else rng.choice((0.1, 0.8))
