@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +17,15 @@ from pagedray.kernels.paged_attention import PagedBatch, Workspace, plan_attenti
 FOLDER = Path(__file__).parents[2] / "kernels"
 MODULES = [importlib.import_module(f"pagedray.kernels.{path.stem}") for path in sorted(FOLDER.glob("*.py"))]
 ALL = [(module, case) for module in MODULES for case in getattr(module, "CASES", []) if isinstance(case, Case)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small work is slower when threads wait for each other, much slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_every_op_has_cases() -> None:
