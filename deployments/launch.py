@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from pagedray.deployments.build import APP, Parts, application, num_cpus
@@ -99,7 +100,12 @@ class Launch:
         self._phases.draw("Serve")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         listen = {"host": self._listener.host, "port": self._listener.port}
-        serve.start(proxy_location="HeadOnly" if self._ray_address is None else "EveryNode", http_options=listen)
+        try:
+            serve.start(proxy_location="HeadOnly" if self._ray_address is None else "EveryNode", http_options=listen)
+        except RayError as error:
+            lines = str(error).strip().splitlines()
+            alerts = [line for line in lines if "ALERT" in line]  # HAProxy's own words
+            raise EngineUnavailable(f"Serve does not start: {(alerts or lines[-1:])[0]}") from None
         self._phases.end("Serve")
         target = serve.RunTarget(target=application(self._config, self._parts, DRAIN_S), name=APP, route_prefix="/")
         serve.run_many([target], wait_for_applications_running=False)
@@ -113,10 +119,8 @@ class Launch:
             self._phases.draw(AFTER_LOADING)
             asked_s = self._ask_serve(asked_s)
             if self._ray_address is not None and time.monotonic() - loaded_s > HTTP_TIMEOUT_S:
-                raise EngineUnavailable(
-                    f"the engine runs, but {self._url} does not answer. A cluster's Serve listens where it was told when it "
-                    "first started: give that as --host and --port"
-                )
+                remedy = "a cluster's Serve listens where it was first told to; give that as --host and --port"
+                raise EngineUnavailable(f"the engine runs, but {self._url} does not answer: {remedy}")
             time.sleep(LOOK_S)
         self._phases.end(AFTER_LOADING)
         return facts
@@ -193,13 +197,14 @@ class Launch:
 
     def _end(self) -> None:
         """Leave nothing behind. The application goes first: HAProxy must live while its streams end."""
-        with contextlib.suppress(KeyboardInterrupt), contextlib.redirect_stderr(io.StringIO()):
-            if ray.is_initialized():
-                with contextlib.suppress(RayServeException):  # Serve had not started
-                    serve.delete(APP)
-                if self._ray_address is None:
-                    serve.shutdown()  # type: ignore[no-untyped-call]
-        with contextlib.redirect_stderr(io.StringIO()):  # what Ray says of processes that end is no news now
+        unheard = io.StringIO()  # what Ray has to say of processes that end is no news now
+        with contextlib.redirect_stdout(unheard), contextlib.redirect_stderr(unheard):
+            with contextlib.suppress(KeyboardInterrupt):
+                if ray.is_initialized():
+                    with contextlib.suppress(RayServeException):  # Serve had not started
+                        serve.delete(APP)
+                    if self._ray_address is None:
+                        serve.shutdown()  # type: ignore[no-untyped-call]
             ray.shutdown()
 
 

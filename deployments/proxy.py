@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -15,6 +17,7 @@ from pagedray.engine.config import ServerConfig
 from pagedray.engine.errors import ConfigError
 
 ANY = "0.0.0.0"
+FREE_PORTS = (20_000, 30_000)
 
 
 class Listener(msgspec.Struct, frozen=True):
@@ -97,9 +100,13 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((ANY, 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody uses, below those that the kernel hands out: Ray takes many of these while it starts."""
+    for _ in range(1000):
+        port = random.randrange(*FREE_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((ANY, port))
+            return port
+    raise ConfigError(f"no free port found among {FREE_PORTS[0]} to {FREE_PORTS[1]}; choose one with --port")
 
 
 def claim_port(host: str, port: int) -> int:
