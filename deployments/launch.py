@@ -35,6 +35,7 @@ LOOK_S = 0.1  # between looks at a start
 STATUS_S = 1.0  # between looks at what Serve says of it
 FOLLOW_S = 0.5  # between looks at the log
 HTTP_TIMEOUT_S = 60.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AFTER_LOADING = "scheduler, ingress, HTTP proxy"
 
 
@@ -61,12 +62,15 @@ class Launch:
         self._logs: Path | None = None  # folder of Serve's log files, where this process can read them
 
     def run(self) -> None:
-        """Serve until SIGINT or SIGTERM.
+        """Serve until Ctrl-C, SIGTERM, or the terminal's end.
 
         Raises:
             PagedrayError: the server can't start; the message says why.
         """
-        before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        heeded = [
+            number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+        ]  # nohup ignores one
+        before = {number: signal.signal(number, _stop) for number in heeded}
         try:
             self._start_ray()
             self._report(self._deploy())

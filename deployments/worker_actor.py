@@ -133,9 +133,10 @@ class BarReader:
         self.drawn = ""
 
     def write(self, text: str) -> int:
-        if not text.startswith("\r"):  # a bar redraws its line, all else adds one
-            return self._stream.write(text)
-        self.drawn = text.strip() or self.drawn
+        if text.startswith("\r"):  # a bar redraws its line, all else adds one
+            self.drawn = text.strip() or self.drawn
+        elif text != "\n" or not self.drawn:  # the end of a bar's line is the bar's as well
+            self._stream.write(text)
         return len(text)
 
     def isatty(self) -> bool:
