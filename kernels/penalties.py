@@ -46,7 +46,7 @@ def apply_penalties(
     presence: Tensor,
     frequency: Tensor,
 ) -> None:
-    unused = torch.arange(ids.shape[1], device=ids.device) >= num_unique.clamp(min=1).unsqueeze(1)
+    unused = torch.arange(ids.shape[1], device=ids.device) >= num_unique.unsqueeze(1)
     ids = torch.where(unused, ids[:, :1], ids)
     counts = torch.where(unused, counts[:, :1], counts)
     at = rows.unsqueeze(1) * logits.shape[1] + ids

@@ -278,6 +278,15 @@ def test_presence_and_frequency_count_output_only_and_repetition_the_prompt_too(
     assert first_token(repetition_penalty=2.0) == 1
 
 
+def test_a_repetition_penalty_too_small_for_float32_is_not_zero():
+    def first_token(logits: list[float]) -> int:
+        return sample_one(logits, ReferenceSequence(params(temperature=0.0, repetition_penalty=1e-60), [1]))
+
+    assert first_token([1.0, 0.0, -2.0]) == 0  # 0 / 0 would be NaN, which wins every comparison
+    assert first_token([1.0, 1e-3, -2.0]) == 1
+    assert first_token([-1.0, -3.0, -2.0]) == 1
+
+
 def test_penalties_apply_to_tokens_the_host_has_not_seen():
     """Two steps are sampled one after the other without a look at the first one's token."""
     rows = Rows(2, 4)

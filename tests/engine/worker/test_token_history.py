@@ -31,7 +31,7 @@ def test_prompt_tokens_have_no_count_until_they_are_generated():
 
 def test_a_reused_slot_starts_anew():
     history = TokenHistory(CPU)
-    history.add(0, seen=[], output=[3, 3])
+    history.add(0, seen=[], output=[3, 3, 4, 5])
     history.free(0)
     history.free(0)  # a row without a slot
     history.add(1, seen=[], output=[])
@@ -41,8 +41,9 @@ def test_a_reused_slot_starts_anew():
         z, torch.tensor([0]), history.slots([1]), torch.tensor([[2.0, 1.0, 1.0]]).index_fill(1, torch.tensor([0]), 1.0)
     )
     assert torch.equal(z, torch.ones((1, 8)))
-    history.count(history.slots([1]), torch.tensor([3]))
-    assert contents(history, 1) == {3: 1}
+    for token in (5, 4, 5):  # what the slot still holds of its former row is not this row's
+        history.count(history.slots([1]), torch.tensor([token]))
+    assert contents(history, 1) == {5: 2, 4: 1}
 
 
 def test_slots_and_width_grow_while_rows_are_counted():
