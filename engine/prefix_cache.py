@@ -98,3 +98,4 @@ class PrefixCache:
     def check_invariants(self) -> None:
         found = {block: (g, h) for g, blocks in enumerate(self._blocks) for h, block in blocks.items()}
         assert found == self._keys, "the two directions of the prefix cache differ"
+        assert len(found) == sum(map(len, self._blocks)), "a block has two hashes"

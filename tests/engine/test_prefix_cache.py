@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,6 +91,14 @@ def test_a_window_of_one_token_needs_no_block():
     cache, hashes = cached((None, 1), [{0, 1}, set()])
     assert cache.hit_length(hashes, 8) == 2
     assert cache.hit_blocks(1, hashes, 2) == [0, 0]
+
+
+def test_the_check_finds_a_block_with_two_hashes():
+    cache, _ = cached((None,), [{0, 1}])
+    cache.check_invariants()
+    cache.insert(0, b"other", 100)
+    with pytest.raises(AssertionError, match="two hashes"):
+        cache.check_invariants()
 
 
 def test_the_first_of_two_equal_blocks_stays_the_one_that_is_found():
