@@ -1,8 +1,8 @@
 """What the way through Ray Serve costs: an engine whose model takes a fixed time per step, offline and served.
 
 Rates: 64 and 256 streams at 20 ms a step, with 1 and 2 ingress replicas; tokens per second at the client beside the
-same engine in one process. Latency: time to first token of one stream on an idle server whose step takes no time, beside the
-engine's own. Clients share the machine's cores with the server.
+same engine in one process. Latency: time to first token of one stream on an idle server whose step takes no time,
+beside the engine's own. Clients share the machine's cores with the server.
 """
 
 from __future__ import annotations
