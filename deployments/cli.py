@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from pagedray.deployments.build import parse_texts
 from pagedray.deployments.phases import Phases
-from pagedray.deployments.proxy import Listener, listener
+from pagedray.deployments.proxy import Listener, end_haproxy, listener
 from pagedray.engine.checkpoint import open_checkpoint
 from pagedray.engine.config import Config, leaves, load_config
 from pagedray.engine.errors import PagedrayError
@@ -110,7 +110,10 @@ def serve(config: Config, ray_address: str | None, begun_s: float) -> None:
         from pagedray.deployments.launch import Launch  # Serve reads the environment while it is imported
 
         phases.end("Python and imports")
-        Launch(config, listen, ray_address, phases).run()
+        try:
+            Launch(config, listen, ray_address, phases).run()
+        finally:
+            end_haproxy(Path(folder))
 
 
 def _process_start_s() -> float:

@@ -76,7 +76,8 @@ class Launch:
             self._report(self._deploy())
             self._follow()
         except KeyboardInterrupt:
-            self._phases.say("stopping; running requests get a few seconds to end")
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                self._phases.say("stopping; running requests get a few seconds to end")
         finally:
             self._end()
             for number, handler in before.items():
@@ -201,6 +202,7 @@ class Launch:
 
     def _end(self) -> None:
         """Leave nothing behind. The application goes first: HAProxy must live while its streams end."""
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of a terminal sends several
         unheard = io.StringIO()  # what Ray has to say of processes that end is no news now
         with contextlib.redirect_stdout(unheard), contextlib.redirect_stderr(unheard):
             with contextlib.suppress(KeyboardInterrupt):
@@ -209,6 +211,8 @@ class Launch:
                         serve.delete(APP)
                     if self._ray_address is None:
                         serve.shutdown()  # type: ignore[no-untyped-call]
+            for number in STOP_SIGNALS:  # an impatient one skipped the above; this takes no time
+                signal.signal(number, signal.SIG_IGN)
             ray.shutdown()
 
 

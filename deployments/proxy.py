@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -97,6 +98,15 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
     }
+
+
+def end_haproxy(folder: Path) -> None:
+    """Kill what still runs with files of this folder: HAProxy outlives a manager that was killed, not shut down."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # processes end while we look
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if words[0].endswith(b"haproxy") and any(word.startswith(bytes(folder)) for word in words):
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def free_port() -> int:

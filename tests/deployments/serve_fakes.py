@@ -11,7 +11,7 @@ from pathlib import Path
 from pagedray.deployments.build import Parts
 from pagedray.deployments.cli import parser, read_config
 from pagedray.deployments.phases import Phases
-from pagedray.deployments.proxy import listener
+from pagedray.deployments.proxy import end_haproxy, listener
 
 PARTS = Parts(worker="tests.fakes:SlowFakeWorker", tokenizer="tests.fakes:ByteTokenizer")
 
@@ -23,7 +23,10 @@ def main() -> None:
         os.environ.update(listen.environment)
         from pagedray.deployments.launch import Launch
 
-        Launch(config, listen, None, Phases(sys.stdout, time.time()), PARTS).run()
+        try:
+            Launch(config, listen, None, Phases(sys.stdout, time.time()), PARTS).run()
+        finally:
+            end_haproxy(Path(folder))
 
 
 if __name__ == "__main__":
