@@ -21,6 +21,7 @@ from tests.deployments.processes import gcs_address, processes_of
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 240.0  # a machine may be busy with anything
 END_S = 60.0
+REBUILD_S = 120.0
 
 T = TypeVar("T")
 

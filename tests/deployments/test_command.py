@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -15,12 +13,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
 from tests.deployments.served import ROOT, START_S, Served
-from tests.fakes import greedy
 
 COMMAND = ("-m", "pagedray.deployments.cli", "serve")
 SETTINGS = ("--port", "0", "--num-ingress-replicas", "2", "--cpu-threads", "1", "--log-stats-interval-s", "1")
@@ -96,24 +92,6 @@ def test_sigterm_ends_it_without_a_trace(served: Served) -> None:
     assert served.left_over() == []
     assert not haproxy.exists()
     assert "Traceback" not in served.output
-
-
-@pytest.mark.ray
-def test_control_c_lets_running_requests_end() -> None:
-    """A terminal sends SIGINT to every process of the group: HAProxy, replicas and workers must not care."""
-    with Served("-m", "tests.deployments.serve_fakes", "--port", "0") as server:
-        server.wait_until_ready()
-        body = {"model": "fake", "prompt": "abc", "max_tokens": 100, "stream": True}
-        text = ""
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-            for number, line in enumerate(response.iter_lines()):
-                if number == 5:
-                    os.killpg(server.process.pid, signal.SIGINT)
-                if line.startswith("data: {"):
-                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-        assert text == bytes(greedy(list(b"abc"), 100)).decode()
-        assert server.ended() == 0
-        assert server.left_over() == []
 
 
 @pytest.mark.ray
