@@ -6,7 +6,8 @@
     RequestUpdate    scheduler → ingress       new tokens of one request, or its end
 
 A message is complete when built and never edited. Order is explicit everywhere (tuples, never sets): every rank must
-read the same plan. On the wire they are msgpack (`encode`, `decode`), which costs a twentieth of pickle.
+read the same plan. On the wire they are msgpack (`encode`, `decode`), which costs a twentieth of pickle. Those that come
+by the hundred each step are left out of garbage collection (gc=False): they hold no cycles.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class NewSeq(msgspec.Struct, frozen=True):
     stop_ids: tuple[int, ...]  # ids that min_tokens forbids: stop_token_ids, and eos unless ignore_eos
 
 
-class ScheduledSeq(msgspec.Struct, frozen=True):
+class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
     """Positions start … start + num_tokens of one row are computed in this step.
 
     The row samples a token when the last of them is its last known token (`samples`); where that token is one that an
@@ -98,7 +99,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
         return sum(seq.num_tokens for seq in self.scheduled)
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Natural-log probabilities at one position, of the model's raw distribution (before penalties and temperature)."""
 
     token_id: int
@@ -124,7 +125,7 @@ class RunnerOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()  # empty when nobody asked
 
 
-class RequestUpdate(msgspec.Struct, frozen=True):
+class RequestUpdate(msgspec.Struct, frozen=True, gc=False):
     """What is new about one request. `first` numbers its first token, so that a receiver can drop repeats."""
 
     request_id: str

@@ -140,6 +140,8 @@ class Scheduler:
         for request in requests:
             self._check(request)
         limits, num, tokens = self.limits, len(requests), sum(len(request.prompt_ids) for request in requests)
+        if num > limits.max_queued_requests:
+            raise UserError(f"n is {num}, the queue takes {limits.max_queued_requests} (max_queued_requests)", "n")
         if len(self.waiting) + num > limits.max_queued_requests:
             raise Overloaded(
                 f"{len(self.waiting)} sequences are queued, {num} more exceed the limit of "

@@ -7,7 +7,7 @@ import pytest
 
 from pagedray.engine.config import Config, load_config
 from pagedray.engine.engine import Engine
-from pagedray.engine.errors import EngineDead, EngineUnavailable, Overloaded
+from pagedray.engine.errors import EngineDead, EngineUnavailable, Overloaded, UserError
 from pagedray.engine.executor import LocalExecutor
 from pagedray.engine.generation import GenerationParams, make_requests
 from pagedray.engine.messages import Request, RequestUpdate
@@ -132,11 +132,17 @@ def test_a_full_queue_refuses_all_choices_of_a_request() -> None:
     async def body() -> None:
         rig.engine.submit(rig.requests("a", [1], n=3, max_tokens=2))
         with pytest.raises(Overloaded):
-            rig.engine.submit(rig.requests("b", [1], n=4, max_tokens=2))
-        assert rig.engine.stats().rejected == 4
+            rig.engine.submit(rig.requests("b", [1], n=2, max_tokens=2))
+        assert rig.engine.stats().rejected == 2
         await rig.collect("a-0", "a-1", "a-2")
 
     with_engine(rig, body)
+
+
+def test_more_choices_than_the_queue_ever_takes_are_no_matter_of_waiting() -> None:
+    rig = Rig(max_queued_requests=3)
+    with pytest.raises(UserError, match=r"n is 4.*takes 3"):
+        rig.engine.submit(rig.requests("a", [1], n=4))
 
 
 def test_health_fails_when_there_is_work_and_no_progress() -> None:
