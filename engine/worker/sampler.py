@@ -287,6 +287,8 @@ class Sampler:
         Args:
             logits: [S, V] of any float dtype; left as they are.
         """
+        num_logits = logits.shape[1]
+        assert num_logits == self.state.vocab_size, f"{num_logits} logits, the vocabulary has {self.state.vocab_size}"
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         for group in batch.groups:
             chosen = _choose(self._edited(_usable(logits[group.at]), group), group)

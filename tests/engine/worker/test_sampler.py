@@ -287,6 +287,19 @@ def test_a_repetition_penalty_too_small_for_float32_is_not_zero():
     assert first_token([-1.0, -3.0, -2.0]) == 1
 
 
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.5}], ids=str)
+def test_a_logit_that_overflows_is_the_most_likely(settings):
+    seq = ReferenceSequence(params(repetition_penalty=1e-60, **settings), [1])
+    assert sample_one([1.0, 9.0, 2.0], seq) == 1
+
+
+def test_logits_of_another_width_are_a_bug():
+    rows = Rows(1)
+    rows.add(0, ReferenceSequence(params(), [1]))
+    with pytest.raises(AssertionError, match="151"):
+        rows.sample(torch.zeros((1, VOCAB + 1)), [0])
+
+
 def test_penalties_apply_to_tokens_the_host_has_not_seen():
     """Two steps are sampled one after the other without a look at the first one's token."""
     rows = Rows(2, 4)
