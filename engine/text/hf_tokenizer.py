@@ -98,7 +98,7 @@ def _named_tokens(config: dict[str, Any]) -> Iterator[tuple[str, AddedToken]]:
 
 def _added_token(value: str | dict[str, Any], special: bool = False) -> AddedToken:
     if isinstance(value, str):
-        return AddedToken(value, special=special, normalized=not special)
+        return AddedToken(value, special=True, normalized=False)
     flags = {
         key: bool(value[key]) for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in value
     }

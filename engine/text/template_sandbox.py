@@ -1,8 +1,9 @@
 """Runs chat templates, which come with models: Jinja without a way to Python's internals, and with bounds.
 
-A render ends after MAX_STEPS loop rounds and calls, and no text or list grows beyond MAX_SIZE. What a template may use
-is what transformers offers: loop controls, `raise_exception`, `strftime_now`, `tojson` that leaves <, > and & as they
-are, and the `generation` tag, which marks text for training and does nothing here.
+A render ends after MAX_STEPS loop rounds and calls, or once a text or list is larger than MAX_SIZE; the ways to make a
+huge one at one stroke (products, widths, replace, join) are refused beforehand. What a template may use is what
+transformers offers: loop controls, `raise_exception`, `strftime_now`, `tojson` that leaves <, > and & as they are, and
+the `generation` tag, which marks text for training and does nothing here.
 """
 
 from __future__ import annotations

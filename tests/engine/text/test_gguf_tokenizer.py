@@ -125,6 +125,15 @@ def test_byte_level_tokenizers_survive_the_way_into_a_gguf(pre, build):
     assert tokenizer.eos_ids == (eos,)
 
 
+@pytest.mark.parametrize(("pre", "is_whole"), [("llama-bpe", True), ("qwen2", False)])
+def test_words_without_merges_are_one_token_for_llama3_alone(pre, is_whole):
+    data = metadata(samples.llama3_like(), "gpt2", pre=pre, add_bos_token=False)
+    data["tokenizer.ggml.tokens"].append("Ġzqzq")
+    data["tokenizer.ggml.token_type"].append(1)
+    ids = read_gguf_tokenizer(data).encode(" zqzq")
+    assert (ids == [len(data["tokenizer.ggml.tokens"]) - 1]) == is_whole
+
+
 def sentencepiece_ids(text: str, tokens: list[str], scores: list[float]) -> list[int]:
     """Sentencepiece's rule as it stands: join the neighbours whose union scores best, the leftmost first."""
     ids = {token: i for i, token in enumerate(tokens)}
@@ -189,7 +198,16 @@ def test_sentencepiece_scores_give_sentencepieces_ids(prefix):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     user = len(tokens) - 1
     assert tokenizer.encode("a<user>", add_special_tokens=False)[-1] == user
-    assert tokenizer.decode([user, 2]) == "<user>"  # user-defined tokens are text, control tokens are not
+    assert tokenizer.decode([user, 2, 0]) == "<user>"  # user-defined tokens are text, control and unknown are not
+    assert tokenizer.decode([user, 2, 0], False) == "<user></s><unk>"
+
+
+def test_unused_tokens_are_never_made():
+    data = spm_metadata(add_space_prefix=False)
+    word = data["tokenizer.ggml.tokens"].index("the")
+    assert word in read_gguf_tokenizer(data).encode("the")
+    data["tokenizer.ggml.token_type"][word] = 5
+    assert word not in read_gguf_tokenizer(data).encode("the")
 
 
 def test_random_scores_give_sentencepieces_ids():
