@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "rope_parameters": {
                 "rope_type": "llama3",
-                "rope_theta": 1e4,
+                "rope_theta": 100.0,
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
@@ -62,6 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "rope_theta": 1e4,
                 "factor": 4.0,
                 "original_max_position_embeddings": 64,
+                "beta_fast": 2,
             },
             "attention_bias": True,
             "mlp_bias": True,
