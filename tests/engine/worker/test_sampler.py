@@ -61,6 +61,7 @@ TABLE = {
     "hot": {"temperature": 4.0},
     "top_k": {"top_k": 7},
     "top_k 1": {"top_k": 1},
+    "a large top_k": {"top_k": 90, "temperature": 30.0},
     "top_k beyond the vocabulary": {"top_k": 1000},
     "top_p": {"top_p": 0.8},
     "top_p of a flat distribution": {"top_p": 0.95, "temperature": 30.0},
