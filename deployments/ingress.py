@@ -52,7 +52,8 @@ class Ingress:
             raise EngineUnavailable(f"no engine has started within start_timeout_s ({limit_s:g} s)") from None
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return create_app(self._client, self._tokenizer, self._config)
+        # Serve echoes X-Request-Id, or makes one.
+        return create_app(self._client, self._tokenizer, self._config, adds_request_id=False)
 
     async def check_health(self) -> None:
         """Raise when this ingress has stopped looking for engines. Whether there are any is for /health to say."""

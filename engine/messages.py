@@ -6,8 +6,8 @@
     RequestUpdate    scheduler → ingress       new tokens of one request, or its end
 
 A message is complete when built and never edited. Order is explicit everywhere (tuples, never sets): every rank must
-read the same plan. On the wire they are msgpack (`encode`, `decode`), which costs a twentieth of pickle. Those that come
-by the hundred each step are left out of garbage collection (gc=False): they hold no cycles.
+read the same plan. On the wire they are msgpack (`encode`, `decode`), which costs a twentieth of pickle. Those that
+come by the hundred each step are left out of garbage collection (gc=False): they hold no cycles.
 """
 
 from __future__ import annotations

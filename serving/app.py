@@ -46,8 +46,14 @@ STATUS: tuple[tuple[type[PagedrayError], int], ...] = (
 )
 
 
-def create_app(client: EngineClient, tokenizer: Tokenizer, config: Config) -> Starlette:
-    """Build the ASGI app of one ingress. The client may get its links before or after."""
+def create_app(
+    client: EngineClient, tokenizer: Tokenizer, config: Config, *, adds_request_id: bool = True
+) -> Starlette:
+    """Build the ASGI app of one ingress. The client may get its links before or after.
+
+    Args:
+        adds_request_id: put X-Request-Id into answers; False where the server around the app does.
+    """
     metrics = RequestMetrics()
     context = Context(client, tokenizer, PromptEncoder(tokenizer), config, metrics)
     started = int(time.time())
@@ -82,7 +88,9 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, config: Config) -> St
             Route("/tokenize", _json_post(context, tokenize), methods=["POST"]),
             Route("/detokenize", _json_post(context, detokenize), methods=["POST"]),
         ],
-        middleware=[Middleware(Edge, answered=metrics.answered, failure=_internal_error)],
+        middleware=[
+            Middleware(Edge, answered=metrics.answered, failure=_internal_error, adds_request_id=adds_request_id)
+        ],
         exception_handlers={
             PagedrayError: _pagedray_error,
             HTTPException: _http_error,

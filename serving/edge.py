@@ -22,12 +22,14 @@ class Edge:
     Args:
         answered: told of the status of each answer.
         failure: the answer to an error that nobody expected.
+        adds_request_id: put X-Request-Id into answers; False where the server around the app does.
     """
 
-    def __init__(self, app: ASGIApp, answered: Callable[[int], None], failure: ASGIApp):
+    def __init__(self, app: ASGIApp, answered: Callable[[int], None], failure: ASGIApp, adds_request_id: bool = True):
         self._app = app
         self._answered = answered
         self._failure = failure
+        self._adds_request_id = adds_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,7 +43,8 @@ class Edge:
             if message["type"] == "http.response.start":
                 started = True
                 self._answered(message["status"])
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if self._adds_request_id:
+                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
         try:

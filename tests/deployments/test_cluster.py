@@ -97,7 +97,9 @@ def cluster(served: Served) -> Cluster:
 
 def test_it_answers(served: Served) -> None:
     assert complete(served, 12) == expected(12)
-    assert httpx.get(f"{served.url}/health", timeout=60).json() == {"status": "healthy"}
+    answer = httpx.get(f"{served.url}/health", headers={"X-Request-Id": "mine"}, timeout=60)
+    assert answer.json() == {"status": "healthy"}
+    assert answer.headers.get_list("x-request-id") == ["mine"]  # from Serve or from the app, not from both
 
 
 def test_it_streams_chats(served: Served) -> None:
