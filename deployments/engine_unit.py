@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -24,6 +25,7 @@ from pagedray.engine.messages import decode, encode
 log = logging.getLogger(__name__)
 
 PULSE_S = 1.0
+LAST_WORDS_S = 1.0
 
 
 class EngineUnit:
@@ -82,6 +84,8 @@ class EngineUnit:
         finally:
             for task in tasks:
                 task.cancel()
+        with contextlib.suppress(PagedrayError):
+            await self._hear(LAST_WORDS_S)  # a scheduler whose gang died has said why
         return "; ".join(dict.fromkeys(str(task.exception() or "a call ended that never should") for task in done))
 
     async def drain(self, timeout_s: float) -> None:
@@ -106,10 +110,14 @@ class EngineUnit:
         return facts
 
     async def _follow_pulse(self) -> None:
-        """Pass the scheduler's log on. Raises EngineDead when its event loop hangs for over stall_threshold_s."""
+        """Raises EngineDead when the scheduler's event loop hangs for over stall_threshold_s."""
         while True:
             await asyncio.sleep(PULSE_S)
-            call = self._scheduler.handle.pulse.remote()
-            pulse = decode(Pulse, await answer(call, self._failure.stall_threshold_s, self._scheduler.name))
-            for line in pulse.log_lines:
-                log.log(line.level, "%s engine_id=%s", line.text, self.engine_id)
+            await self._hear(self._failure.stall_threshold_s)
+
+    async def _hear(self, timeout_s: float) -> None:
+        """Pass on what the scheduler has logged since the last time."""
+        pulse = decode(Pulse, await answer(self._scheduler.handle.pulse.remote(), timeout_s, self._scheduler.name))
+        for line in pulse.log_lines:
+            message, newline, traceback = line.text.partition("\n")
+            log.log(line.level, "%s engine_id=%s%s%s", message, self.engine_id, newline, traceback)

@@ -18,10 +18,9 @@ class LogTail:
     def __init__(self, folder: Path, app: str):
         self._folder, self._pattern = folder, f"replica_{app}_*.log"
         self._read: dict[Path, int] = {path: path.stat().st_size for path in folder.glob(self._pattern)}
-        self._showing: dict[Path, bool] = {}
 
     def lines(self) -> list[str]:
-        """What was added since the last call: what engines say, and warnings of anybody."""
+        """What was added since the last call: what engines say, and any warnings. Tracebacks stay in the files."""
         shown = []
         for path in sorted(self._folder.glob(self._pattern)):
             with path.open("rb") as file:
@@ -31,12 +30,9 @@ class LogTail:
             self._read[path] = self._read.get(path, 0) + len(whole)
             for line in whole.decode("utf-8", "replace").splitlines():
                 match = LINE.fullmatch(line)
-                if match is None:  # of a traceback
-                    if self._showing.get(path):
-                        shown.append(line)
+                if match is None:
                     continue
                 level, text = match["level"], match["text"]
-                self._showing[path] = level in ("WARNING", "ERROR", "CRITICAL") or "engine_id=" in text
-                if self._showing[path]:
+                if level in ("WARNING", "ERROR", "CRITICAL") or "engine_id=" in text:
                     shown.append(f"{match['time']} {text}" if level == "INFO" else f"{match['time']} {level} {text}")
         return shown

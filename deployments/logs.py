@@ -31,6 +31,14 @@ class LineBuffer(logging.Handler):
         return lines
 
 
+def log_to_stderr() -> None:
+    """Make pagedray's loggers of this process write to stderr, which Ray keeps in a file for each process."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s -- %(message)s"))
+    logging.getLogger("pagedray").addHandler(handler)
+    logging.getLogger("pagedray").setLevel(logging.INFO)
+
+
 def log_to_serve() -> None:
     """Make pagedray's loggers of this process write where Serve's own logger writes."""
     pagedray = logging.getLogger("pagedray")

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TextIO
 import msgspec
 import ray
 
+from pagedray.deployments.logs import log_to_stderr
 from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.errors import EngineDead
 from pagedray.engine.messages import RunnerOutput, SchedulerOutput, decode, encode
@@ -50,6 +51,7 @@ class WorkerActor:
         self._config, self._rank, self._worker_class = config, rank, worker_class
         self._worker: _Worker
         self._begun_s = time.monotonic()
+        log_to_stderr()
         self._bar = BarReader(sys.stderr)
         sys.stderr = self._bar
         self._phases: list[Phase] = []

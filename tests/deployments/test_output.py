@@ -60,16 +60,12 @@ def test_the_log_shows_what_engines_say_and_warnings(tmp_path: Path) -> None:
         file.write(log_line("INFO", "throughput generation=1.0 tok/s engine_id=ab"))
         file.write(log_line("INFO", "Serve's own chatter"))
         file.write("of which this is part\n")
-        file.write(log_line("WARNING", "odd") + "Traceback\n" + "half a li")
-    assert tail.lines() == [
-        "05:46:30 throughput generation=1.0 tok/s engine_id=ab",
-        "05:46:30 WARNING odd",
-        "Traceback",
-    ]
+        file.write(log_line("WARNING", "odd") + "Traceback\n" + log_line("ERROR", "half a line")[:-6])
+    assert tail.lines() == ["05:46:30 throughput generation=1.0 tok/s engine_id=ab", "05:46:30 WARNING odd"]
     (tmp_path / "replica_default_Ingress_new.log").write_text(log_line("ERROR", "new file"))
     with old.open("a") as file:
-        file.write("ne\n")
-    assert tail.lines() == ["half a line", "05:46:30 ERROR new file"]
+        file.write(" line\n")
+    assert tail.lines() == ["05:46:30 ERROR half a line", "05:46:30 ERROR new file"]
 
 
 def test_a_window_holds_what_it_sees() -> None:
