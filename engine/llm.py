@@ -231,6 +231,7 @@ class _ChoiceBuilder:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
         )
         self._stop_token_ids = params.stop_token_ids
         self._text: list[str] = []

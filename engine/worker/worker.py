@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -11,12 +12,14 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
 
-from pagedray.engine.checkpoint import open_checkpoint
+from pagedray.engine.checkpoint import Checkpoint, open_checkpoint
 from pagedray.engine.config import Config, EngineFacts
-from pagedray.engine.errors import EngineDead
+from pagedray.engine.errors import ConfigError, EngineDead
 from pagedray.engine.messages import NewSeq, RunnerOutput, SamplingParams, ScheduledSeq, SchedulerOutput
 from pagedray.engine.models.parse import model_spec
 from pagedray.engine.models.registry import build_model, get_model_class
+from pagedray.engine.models.spec import ModelSpec
+from pagedray.engine.text.tokenizer import load_tokenizer
 from pagedray.engine.worker.backend import choose_backend, choose_device, choose_dtype
 from pagedray.engine.worker.host_memory import keep_freed_memory
 from pagedray.engine.worker.kv_cache import CacheSize, KVCache, size_cache
@@ -135,7 +138,7 @@ class Worker:
             num_blocks=size.num_blocks,
             block_groups=cache.windows,
             kv_capacity_tokens=size.capacity_tokens,
-            eos_ids=spec.eos_ids,
+            eos_ids=_eos_ids(checkpoint, spec),
             enable_prefix_caching=config.cache.enable_prefix_caching,
             dtype=dtype_name,
             device=device.type,
@@ -144,6 +147,15 @@ class Worker:
             engine_id=secrets.token_hex(8),
             start_phases=tuple(phases.ended),
         )
+
+
+def _eos_ids(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[int, ...]:
+    """What ends generation by the model's configuration, or by its tokenizer: many fine-tunes name it there alone."""
+    ids = list(spec.eos_ids)
+    if checkpoint.kind == "safetensors":  # a GGUF file has one place for both
+        with contextlib.suppress(ConfigError):  # without a tokenizer there is nothing to add; who needs one will say so
+            ids += load_tokenizer(checkpoint).eos_ids
+    return tuple(token_id for token_id in dict.fromkeys(ids) if token_id < spec.vocab_size)
 
 
 class _Phases:

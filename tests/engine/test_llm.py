@@ -132,3 +132,8 @@ class FailingWorker(FakeWorker):
     def load(self, *args: object):  # type: ignore[no-untyped-def]
         self.fail_at_step = 0
         return super().load()
+
+
+def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:
+    choice = llm.generate("p", script("a.b.c.", max_tokens=50, stop=(".",), min_tokens=3))[0].choices[0]
+    assert (choice.text, choice.finish_reason) == ("a.b", "stop")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedray.engine.config import load_config
+from pagedray.engine.config import EngineFacts, load_config
 from pagedray.engine.errors import ConfigError, EngineDead, UnsupportedModel
 from pagedray.engine.messages import NewSeq, RunnerOutput, SamplingParams, ScheduledSeq, SchedulerOutput
 from pagedray.engine.worker import worker as worker_module
@@ -233,3 +233,22 @@ def test_an_unknown_architecture_is_refused_before_any_weight_is_read(tmp_path: 
     with pytest.raises(UnsupportedModel, match="did you mean LlamaForCausalLM"):
         worker.load()
     worker.close()
+
+
+def test_an_end_of_turn_that_only_the_tokenizer_names_ends_generation(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("llama"), folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    before = load_facts(folder).eos_ids
+    path.write_text(json.dumps({**settings, "eos_token": settings["pad_token"]}))
+    after = load_facts(folder).eos_ids
+    assert after == (*before, 0)
+
+
+def load_facts(folder: Path) -> EngineFacts:
+    worker = Worker(load_config(overrides={"model": str(folder), "cpu_threads": 1, "block_size": 4}))
+    try:
+        return worker.load()
+    finally:
+        worker.close()
