@@ -358,7 +358,9 @@ def test_broken_rows_do_not_touch_their_neighbours(settings, dtype):
         for row, name in enumerate(names):
             rows.add(row, ReferenceSequence(params(seed=hash_seed(name, 0), **settings), [1, 2], STOP_IDS))
         logits = torch.stack([(broken | sound)[name] for name in names]).to(dtype)
+        before = logits.clone()
         found = rows.sample(logits, list(range(len(names))))
+        torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
         return {name: (found.token_ids[i].item(), found.logprobs(i)) for i, name in enumerate(names)}
 
     together, alone = run(mixed), run(list(sound))
