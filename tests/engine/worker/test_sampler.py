@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pagedray.engine.messages import NewSeq, SamplingParams, TokenLogprobs
 from pagedray.engine.worker import sampler as sampler_module
 from pagedray.engine.worker.sampler import Sampler, SamplingState, prompt_logprobs
+from pagedray.engine.worker.token_history import FIRST_SLOTS
 from tests.engine.worker.sampling_reference import ReferenceSequence, distribution
 
 VOCAB = 150
@@ -455,6 +456,16 @@ def test_rows_without_penalties_allocate_no_history():
         rows.add(row, ReferenceSequence(params(top_k=5, logit_bias=((1, 1.0),)), list(range(100))))
     rows.sample(torch.zeros((8, VOCAB)), list(range(8)))
     assert rows.state.history.ids.numel() == 0
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_a_row_that_comes_back_gives_its_history_slot_up(frees):
+    rows = Rows(2)
+    for _ in range(50):
+        rows.add(1, ReferenceSequence(params(presence_penalty=1.0), [1]))
+        if frees:
+            rows.free(1)
+    assert len(rows.state.history.ids) == FIRST_SLOTS
 
 
 def test_rows_of_one_kind_are_read_in_place():
