@@ -101,7 +101,7 @@ class Group:
 
     method: Method
     width: int
-    at: slice | Tensor  # R rows of the batch's logits; a slice where they are neighbours, which copies nothing
+    at: slice | Tensor  # R rows of the batch's logits
     floats: Tensor  # [R, 6] float32, see SamplingState
     top_k: Tensor  # [R] int64
     u: Tensor  # [R] float64 uniform numbers; 0 in a greedy group
@@ -183,12 +183,11 @@ class SamplingState:
             for first in range(0, len(members), step):
                 part = members[first : first + step]
                 index = torch.tensor([rows[i] for i in part], device=self.device)
-                is_run = part[-1] - part[0] == len(part) - 1
                 groups.append(
                     Group(
                         method=method,
                         width=width,
-                        at=slice(part[0], part[-1] + 1) if is_run else torch.tensor(part, device=self.device),
+                        at=_rows_at(part, self.device),
                         floats=self.floats[index],
                         top_k=self.top_k[index],
                         u=torch.from_numpy(numbers[first : first + step]).to(self.device),
@@ -298,8 +297,7 @@ class Sampler:
         asked = [(i, k) for i, k in enumerate(batch.num_logprobs) if k is not None]
         logprobs = None
         if asked:
-            at = torch.tensor([i for i, _ in asked], device=logits.device)
-            logprobs = _logprobs(logits, at, tokens[at], max(k for _, k in asked))
+            logprobs = _logprobs(logits, [i for i, _ in asked], tokens, max(k for _, k in asked))
         return SampledTokens(tokens, batch.num_logprobs, logprobs)
 
     def _edited(self, z: Tensor, group: Group) -> Tensor:
@@ -321,7 +319,7 @@ def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[TokenLogpro
     """Log-probabilities of known tokens: logits [N, V] at the positions before them, targets [N]."""
     if not len(targets):
         return []
-    found = _logprobs(logits, torch.arange(len(targets), device=logits.device), targets, k)
+    found = _logprobs(logits, range(len(targets)), targets, k)
     return _to_messages(targets.tolist(), found, [k] * len(targets))
 
 
@@ -360,13 +358,20 @@ def _usable(logits: Tensor) -> Tensor:
     return z
 
 
-def _logprobs(logits: Tensor, at: Tensor, targets: Tensor, k: int) -> Logprobs:
-    """Of rows `at`, a few at a time: memory beyond the logits stays the same however many there are."""
+def _rows_at(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Index of ascending rows; a slice where they are neighbours, which copies nothing."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)
+
+
+def _logprobs(logits: Tensor, rows: Sequence[int], targets: Tensor, k: int) -> Logprobs:
+    """Of some rows, a few at a time: memory beyond the logits stays the same however many there are."""
     step = max_rows(logits.shape[1], logits.device)
-    parts = [
-        token_logprobs(_usable(logits[at[first : first + step]]), targets[first : first + step], k)
-        for first in range(0, len(at), step)
-    ]
+    parts = []
+    for first in range(0, len(rows), step):
+        at = _rows_at(rows[first : first + step], logits.device)
+        parts.append(token_logprobs(_usable(logits[at]), targets[at], k))
     return Logprobs(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
 

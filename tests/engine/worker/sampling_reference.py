@@ -1,14 +1,20 @@
-"""One row's next token in numpy, written from the documentation: what the sampler is compared with."""
+"""One row's next token in numpy, written from the documentation: what the sampler is compared with; and its rows."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pagedray.engine.messages import NewSeq, SamplingParams
+from pagedray.engine.worker.sampler import SampledTokens, Sampler, SamplingState
 from pagedray.kernels.philox import uniform_ref
+
+VOCAB = 150
+STOP_IDS = (1, 2)
+CPU = torch.device("cpu")
 
 
 def edited_logits(
@@ -77,3 +83,43 @@ class ReferenceSequence:
             below, above = p[:token_id].sum(), p[: token_id + 1].sum()
             assert below - 1e-6 <= u <= above + 1e-6, f"token {token_id} covers {below}…{above}, the number was {u}"
         self.output.append(token_id)
+
+
+def params(**settings) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 100, "seed": 1, **settings})
+
+
+class Rows:
+    """A sampler and the sequences that hold its rows."""
+
+    def __init__(self, num_rows: int, vocab: int = VOCAB):
+        self.state = SamplingState(num_rows, vocab, CPU)
+        self.sampler = Sampler(self.state)
+        self.held: dict[int, ReferenceSequence] = {}
+
+    def add(self, row: int, seq: ReferenceSequence) -> None:
+        self.state.add(seq.new_seq(row))
+        self.held[row] = seq
+
+    def free(self, row: int) -> ReferenceSequence:
+        self.state.free(row)
+        return self.held.pop(row)
+
+    def sample(self, logits: torch.Tensor, rows: list[int]) -> SampledTokens:
+        return self.sampler.sample(logits, self.state.gather(rows, [self.held[row].position for row in rows]))
+
+
+def sample_one(logits: list[float], seq: ReferenceSequence) -> int:
+    rows = Rows(1, len(logits))
+    rows.add(0, seq)
+    return rows.sample(torch.tensor([logits]), [0]).token_ids.item()
+
+
+def step_logits(key: str, position: int, vocab: int = VOCAB, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logits of one sequence at one position: the same wherever and with whomever it is computed."""
+    rng = np.random.default_rng([position, *key.encode()])
+    return torch.from_numpy(rng.normal(size=vocab).astype(np.float32) * 3).to(dtype)
+
+
+def hash_seed(name: str, copy: int) -> int:
+    return int.from_bytes(f"{name}{copy}".encode()[-7:], "big")

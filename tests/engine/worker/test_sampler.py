@@ -1,58 +1,25 @@
 import random
 from collections import Counter
-from math import inf, nan
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pagedray.engine.messages import NewSeq, SamplingParams, TokenLogprobs
-from pagedray.engine.worker import sampler as sampler_module
-from pagedray.engine.worker.sampler import Sampler, SamplingState, prompt_logprobs
+from pagedray.engine.messages import NewSeq
+from pagedray.engine.worker.sampler import SamplingState
 from pagedray.engine.worker.token_history import FIRST_SLOTS
-from tests.engine.worker.sampling_reference import ReferenceSequence, distribution
-
-VOCAB = 150
-CPU = torch.device("cpu")
-
-
-def params(**settings) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 100, "seed": 1, **settings})
-
-
-class Rows:
-    """A sampler and the sequences that hold its rows."""
-
-    def __init__(self, num_rows: int, vocab: int = VOCAB):
-        self.state = SamplingState(num_rows, vocab, CPU)
-        self.sampler = Sampler(self.state)
-        self.held: dict[int, ReferenceSequence] = {}
-
-    def add(self, row: int, seq: ReferenceSequence) -> None:
-        self.state.add(seq.new_seq(row))
-        self.held[row] = seq
-
-    def free(self, row: int) -> ReferenceSequence:
-        self.state.free(row)
-        return self.held.pop(row)
-
-    def sample(self, logits: torch.Tensor, rows: list[int]):
-        return self.sampler.sample(logits, self.state.gather(rows, [self.held[row].position for row in rows]))
-
-
-def sample_one(logits: list[float], seq: ReferenceSequence) -> int:
-    rows = Rows(1, len(logits))
-    rows.add(0, seq)
-    return rows.sample(torch.tensor([logits]), [0]).token_ids.item()
-
-
-def step_logits(key: str, position: int, vocab: int = VOCAB, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Logits of one sequence at one position: the same wherever and with whomever it is computed."""
-    rng = np.random.default_rng([position, *key.encode()])
-    return torch.from_numpy(rng.normal(size=vocab).astype(np.float32) * 3).to(dtype)
-
+from tests.engine.worker.sampling_reference import (
+    CPU,
+    STOP_IDS,
+    VOCAB,
+    ReferenceSequence,
+    Rows,
+    distribution,
+    hash_seed,
+    params,
+    sample_one,
+    step_logits,
+)
 
 # One row of the table per field, and mixtures. Ids lie in a vocabulary of 150.
 TABLE = {
@@ -98,7 +65,6 @@ TABLE = {
         "min_tokens": 9,
     },
 }
-STOP_IDS = (1, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -131,10 +97,6 @@ def test_every_setting_at_every_step_of_random_histories(dtype):
             rows.held[row].check_and_append(z, token_id)
     lengths = [len(seq.output) for seq in [*rows.held.values(), *(seq for _, seq in waiting)]]
     assert len(lengths) == 2 * len(TABLE) and min(lengths) > 9
-
-
-def hash_seed(name: str, copy: int) -> int:
-    return int.from_bytes(f"{name}{copy}".encode()[-7:], "big")
 
 
 def prompt(rng: random.Random) -> list[int]:
@@ -323,128 +285,6 @@ def test_extreme_temperatures_stay_finite(temperature, scale):
     seq = ReferenceSequence(params(temperature=temperature, top_p=0.9), [0])
     logits = torch.linspace(-scale, scale, VOCAB)
     seq.check_and_append(logits.numpy(), sample_one(logits.tolist(), seq))
-
-
-# Logits that are not numbers
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 0.0},
-        {},
-        {"top_k": 5},
-        {"top_p": 0.5},
-        {"min_p": 0.1},
-        {"repetition_penalty": 1e-60, "logprobs": 3},
-        {"allowed_token_ids": (7, 9)},
-        {"min_tokens": 4, "frequency_penalty": 1.0},
-        {"logit_bias": ((7, 1.0),), "logprobs": 20},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_broken_rows_do_not_touch_their_neighbours(settings, dtype):
-    broken = {
-        "nan": torch.full((VOCAB,), nan),
-        "one nan": torch.zeros(VOCAB).index_fill(0, torch.tensor([40]), nan),
-        "-inf": torch.full((VOCAB,), -inf),
-        "inf": torch.zeros(VOCAB).index_fill(0, torch.tensor([20, 30]), inf),
-    }
-    sound = {f"sound {i}": step_logits(f"sound {i}", 0) for i in range(4)}
-    mixed = [name for pair in zip(broken, sound, strict=True) for name in pair]
-
-    def run(names: list[str]) -> dict[str, tuple[int, TokenLogprobs | None]]:
-        rows = Rows(len(names))
-        for row, name in enumerate(names):
-            rows.add(row, ReferenceSequence(params(seed=hash_seed(name, 0), **settings), [1, 2], STOP_IDS))
-        logits = torch.stack([(broken | sound)[name] for name in names]).to(dtype)
-        before = logits.clone()
-        found = rows.sample(logits, list(range(len(names))))
-        torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
-        return {name: (found.token_ids[i].item(), found.logprobs(i)) for i, name in enumerate(names)}
-
-    together, alone = run(mixed), run(list(sound))
-    assert {name: together[name] for name in sound} == alone
-    for name in broken:
-        token_id, logprobs = together[name]
-        assert 0 <= token_id < VOCAB
-        assert token_id in settings.get("allowed_token_ids", range(VOCAB))
-        if logprobs is not None:
-            assert all(-9999 <= x <= 0 for x in (logprobs.logprob, *logprobs.top_logprobs))
-
-
-def test_what_broken_rows_give():
-    greedy = params(temperature=0.0)
-    assert sample_one([nan] * 5, ReferenceSequence(greedy, [0])) == 0
-    assert sample_one([nan, 1.0, 2.0], ReferenceSequence(greedy, [0])) == 2
-    assert sample_one([0.0, inf, inf], ReferenceSequence(greedy, [0])) == 1
-    assert sample_one([nan] * 5, ReferenceSequence(params(temperature=0.0, allowed_token_ids=(3, 4)), [0])) == 3
-    # the allowed tokens are all impossible, the others are not: the mask wins
-    assert sample_one([1.0, -inf, -inf], ReferenceSequence(params(allowed_token_ids=(1, 2)), [0])) in (1, 2)
-    assert {sample_one([nan] * 3, ReferenceSequence(params(seed=seed), [0])) for seed in range(30)} == {0, 1, 2}
-
-
-# Log-probabilities
-
-
-def expected_logprobs(z: np.ndarray, token_id: int, k: int) -> TokenLogprobs:
-    exact = z.astype(np.float64)
-    logprobs = exact - exact.max() - np.log(np.exp(exact - exact.max()).sum())
-    order = sorted(range(len(z)), key=lambda i: (-z[i], i))[:k]
-    rank = 1 + int((z > z[token_id]).sum())
-    return TokenLogprobs(token_id, logprobs[token_id], rank, tuple(order), tuple(logprobs[order]))
-
-
-def assert_logprobs(found: TokenLogprobs | None, expected: TokenLogprobs) -> None:
-    assert found is not None
-    assert (found.token_id, found.rank, found.top_ids) == (expected.token_id, expected.rank, expected.top_ids)
-    assert found.logprob == pytest.approx(expected.logprob, abs=2e-5)
-    assert found.top_logprobs == pytest.approx(expected.top_logprobs, abs=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_of_the_raw_distribution_for_the_rows_that_asked(dtype):
-    asked = [None, 0, 3, None, 20, 1]
-    changes = {"temperature": 3.0, "top_k": 4, "repetition_penalty": 2.0, "logit_bias": ((5, 4.0),), "min_tokens": 2}
-    rows = Rows(len(asked))
-    for row, k in enumerate(asked):
-        rows.add(row, ReferenceSequence(params(seed=row, logprobs=k, **changes), [5, 6], STOP_IDS))
-    logits = torch.stack([step_logits(str(row), 0, dtype=dtype) for row in range(len(asked))])
-    found = rows.sample(logits, list(range(len(asked))))
-    for row, k in enumerate(asked):
-        if k is None:
-            assert found.logprobs(row) is None
-        else:
-            z = logits[row].float().numpy()
-            assert_logprobs(found.logprobs(row), expected_logprobs(z, found.token_ids[row].item(), k))
-
-
-def test_nothing_is_computed_for_logprobs_that_nobody_asked_for(monkeypatch):
-    monkeypatch.setattr(sampler_module, "token_logprobs", None)
-    assert sample_one([0.0, 1.0], ReferenceSequence(params(temperature=0.0), [0])) == 1
-    with pytest.raises(TypeError):
-        sample_one([0.0, 1.0], ReferenceSequence(params(logprobs=0), [0]))
-
-
-@settings(max_examples=40)
-@given(num=st.integers(0, 30), rows_at_once=st.integers(1, 40), k=st.integers(0, 20), seed=st.integers(0, 99))
-def test_prompt_logprobs_in_chunks_of_any_size(num, rows_at_once, k, seed):
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn((num, VOCAB), generator=generator).mul(3).bfloat16()
-    targets = torch.randint(0, VOCAB, (num,), generator=generator)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_module, "max_rows", lambda vocab, device: rows_at_once)
-        found = prompt_logprobs(logits, targets, k)
-    assert len(found) == num
-    for i, entry in enumerate(found):
-        assert_logprobs(entry, expected_logprobs(logits[i].float().numpy(), int(targets[i]), k))
-
-
-def test_impossible_tokens_have_a_finite_logprob():
-    (entry,) = prompt_logprobs(torch.tensor([[0.0, -inf, 0.0]]), torch.tensor([1]), 3)
-    assert entry.logprob == -9999.0 and entry.rank == 3
-    assert entry.top_ids == (0, 2, 1) and entry.top_logprobs[2] == -9999.0
 
 
 # What rows cost
