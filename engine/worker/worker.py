@@ -51,6 +51,7 @@ class Worker:
         Raises:
             ConfigError: settings, checkpoint and machine don't go together.
         """
+        keep_freed_memory()  # before the thread starts: it keeps the arena it begins with
         return self._stream.submit(self._load, on_phase).result()
 
     def submit(self, out: SchedulerOutput) -> None:
@@ -95,12 +96,11 @@ class Worker:
         config = self.config
         device = torch.device(choose_device(config.worker.device))
         torch.set_num_threads(config.worker.cpu_threads or len(os.sched_getaffinity(0)))
-        keep_freed_memory()
         checkpoint = open_checkpoint(config.model.model, config.model.revision)
+        for architecture in checkpoint.config.get("architectures") or ():
+            get_model_class(architecture)  # before its config is read: an unknown one may have other keys
         spec = model_spec(checkpoint)
-        get_model_class(spec.architecture)
-        stored = "float32" if checkpoint.kind == "gguf" else spec.dtype
-        dtype_name = choose_dtype(config.model.dtype, stored, device.type)
+        dtype_name = choose_dtype(config.model.dtype, spec.dtype, device.type)
         dtype: torch.dtype = getattr(torch, dtype_name)
         backend, reason = choose_backend(device.type, dtype_name, spec.head_dim, config.worker.attention_backend)
         size = size_cache(spec, dtype, config.cache, config.scheduler, config.model.max_model_len)
