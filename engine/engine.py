@@ -24,6 +24,7 @@ from pagedray.engine.throughput import ThroughputLog
 log = logging.getLogger(__name__)
 
 FORGET_CLIENT_AFTER = 10  # client timeouts, after which an outbox that nobody polls is dropped
+KEPT_ABORTS = 10_000  # ids aborted before they were submitted: calls to an actor may overtake each other
 
 
 class Engine:
@@ -45,6 +46,7 @@ class Engine:
         self._failure = config.failure
         self._throughput = ThroughputLog(config.server.log_stats_interval_s)
         self._outboxes: dict[str, Outbox] = {}
+        self._early_aborts: dict[str, None] = {}  # oldest first; ids are never used twice
         self._clients: dict[str, str] = {}  # request id → client id, unfinished requests only
         self._submitted: deque[float] = deque()  # when each step in flight was submitted
         self._wake = asyncio.Event()
@@ -67,6 +69,7 @@ class Engine:
         self._check_alive()
         if self._draining:
             raise EngineUnavailable("the engine is draining")
+        requests = tuple(request for request in requests if request.id not in self._early_aborts)
         now = self._clock()
         if not self._scheduler.has_work():
             self._progress_s = now
@@ -82,11 +85,15 @@ class Engine:
         self._wake.set()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests whose client has left; no update is sent, unknown ids are ignored."""
+        """End requests whose client has left; no update is sent. One that was not submitted yet never starts."""
         for request_id in request_ids:
             update = self._scheduler.abort(request_id, "aborted by the client")
             if update is not None:
                 self._forget(update)
+            else:
+                self._early_aborts[request_id] = None
+                if len(self._early_aborts) > KEPT_ABORTS:
+                    del self._early_aborts[next(iter(self._early_aborts))]
         self._wake.set()
 
     async def poll(self, client_id: str, ack: int, timeout_s: float) -> UpdateBatch:

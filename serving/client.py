@@ -173,6 +173,7 @@ class EngineClient:
         self._connections: list[_Connection] = []
         self._connected = asyncio.Event()  # set, and replaced, when a link is added
         self._live: dict[str, _Live] = {}
+        self._aborting: set[str] = set()  # ids whose abort is on its way
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = 0
         self._facts: EngineFacts | None = None
@@ -274,8 +275,9 @@ class EngineClient:
                 # doesn't answer a poll for as long is gone, whatever it says later.
                 async with asyncio.timeout(self._failure.client_timeout_s):
                     batch = await self._poll_once(connection.link, ack)
-                for update in batch.updates:
-                    self._dispatch(update)
+                strangers = [update.request_id for update in batch.updates if not self._dispatch(update)]
+                if strangers:
+                    self._send_abort(connection, strangers)
                 ack = batch.seq
         except TimeoutError:
             self._bury(connection, EngineDead(f"no answer to a poll for {self._failure.client_timeout_s:g} s"))
@@ -292,10 +294,15 @@ class EngineClient:
             except EngineUnavailable:
                 await asyncio.sleep(POLL_RETRY_S)
 
-    def _dispatch(self, update: RequestUpdate) -> None:
+    def _dispatch(self, update: RequestUpdate) -> bool:
+        """Hand an update on; False if the engine should be told, again, that nobody wants this request."""
         live = self._live.get(update.request_id)
         if live is None:
-            return  # ended on this side; its abort is under way
+            return update.finish_reason is not None or update.request_id in self._aborting
+        self._take(live, update)
+        return True
+
+    def _take(self, live: _Live, update: RequestUpdate) -> None:
         if update.first != len(live.output_ids) or update.prompt_logprobs:
             fresh = _without_repeats(update, len(live.output_ids), live.next_prompt_logprob)
             if fresh is None:
@@ -405,8 +412,12 @@ class EngineClient:
                 async with asyncio.timeout(self._deadlines.abort_s):
                     await connection.link.abort(self.client_id, tuple(ids))
             except (PagedrayError, TimeoutError) as error:
-                # A dead engine needs no abort; one that is only slow drops the requests' updates into the void.
+                # A dead engine needs no abort; for one that is only slow, the next update sends another.
                 log.warning("abort did not reach the engine requests=%d error=%r", len(ids), error)
+            finally:
+                self._aborting.difference_update(ids)
+
+        self._aborting.update(ids)
 
         self._spawn(send())
 

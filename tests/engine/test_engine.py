@@ -107,6 +107,19 @@ def test_abort_frees_the_blocks_and_sends_nothing_more() -> None:
     with_engine(rig, body)
 
 
+def test_an_abort_that_overtakes_its_submit_still_counts() -> None:
+    rig = Rig(SlowFakeWorker)
+
+    async def body() -> None:
+        rig.engine.abort(["a-1"])
+        rig.engine.submit(rig.requests("a", [1], n=2, max_tokens=3, seed=0))
+        assert tokens((await rig.collect("a-0"))["a-0"]) == greedy([1], 3)
+        stats = rig.engine.stats()
+        assert (stats.finished, stats.scheduler.num_running, stats.scheduler.num_waiting) == ({"length": 1}, 0, 0)
+
+    with_engine(rig, body)
+
+
 def test_requests_of_a_client_that_stopped_polling_are_ended_and_it_is_told() -> None:
     rig = Rig(SlowFakeWorker, client_timeout_s=5)
 

@@ -249,6 +249,15 @@ async def test_a_cancelled_submit_is_aborted(client: EngineClient) -> None:
     assert link.aborted == ["r"]
 
 
+async def test_what_an_engine_still_computes_for_nobody_is_aborted_again(client: EngineClient) -> None:
+    """Its abort got lost, or came before its submit."""
+    link = ScriptedLink()
+    client.add_link(link)
+    link.send(update(3, 1, name="ghost"), update(9, 1, name="ended", finish_reason="stop"))
+    await settle()
+    assert link.aborted == ["ghost"]
+
+
 async def test_requests_go_to_the_least_loaded_engine(client: EngineClient) -> None:
     links = [ScriptedLink() for _ in range(3)]
     for link in links:
