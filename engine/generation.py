@@ -16,6 +16,8 @@ from pagedray.engine.prefix_cache import hash_blocks
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
+MAX_IDS = 4096  # in each list of ids: every choice carries them to the engine
+MAX_PROMPT_TOKENS_SENT = 2**22  # choices times prompt tokens of one call
 SEED_MASK = 2**63 - 1
 
 
@@ -83,6 +85,9 @@ def check_params(params: GenerationParams, vocab_size: int) -> None:
         raise UserError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(params.stop)}", "stop")
     if any(not s for s in params.stop):
         raise UserError("a stop string can't be empty", "stop")
+    for name in ("allowed_token_ids", "bad_token_ids", "stop_token_ids", "logit_bias"):
+        if len(getattr(params, name)) > MAX_IDS:
+            raise UserError(f"{name} may have {MAX_IDS} entries, got {len(getattr(params, name))}", name)
     for name in ("allowed_token_ids", "bad_token_ids", "stop_token_ids"):
         check_ids(getattr(params, name), vocab_size, name)
     check_ids([i for i, _ in params.logit_bias], vocab_size, "logit_bias")
@@ -141,6 +146,12 @@ def make_requests(
             f"the prompt's {len(prompt_ids)} tokens and max_tokens {params.max_tokens} exceed the limit of {limit} "
             f"tokens ({limited_by}); shorten the prompt or ask for at most {room}",
             "max_tokens",
+        )
+    if params.n * len(prompt_ids) > MAX_PROMPT_TOKENS_SENT:
+        raise UserError(
+            f"{params.n} choices of a prompt of {len(prompt_ids)} tokens exceed {MAX_PROMPT_TOKENS_SENT} in all; "
+            "ask for fewer choices at once",
+            "n",
         )
     seed = secrets.randbits(63) if params.seed is None else params.seed
     ids = tuple(prompt_ids)

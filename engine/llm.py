@@ -120,7 +120,9 @@ class LLM:
         """
         items: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in items]
-        return self._generate(ids, _per_prompt(params or GenerationParams(max_tokens=16), len(ids)), progress)
+        return self._generate(
+            ids, _per_prompt(GenerationParams(max_tokens=16) if params is None else params, len(ids)), progress
+        )
 
     def chat(
         self,
@@ -150,7 +152,7 @@ class LLM:
             )
             for messages in items
         ]
-        return self._generate(ids, _per_prompt(params or GenerationParams(), len(ids)), progress)
+        return self._generate(ids, _per_prompt(GenerationParams() if params is None else params, len(ids)), progress)
 
     def close(self) -> None:
         """Stop the engine and free the model. Safe to call twice."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from pagedray.engine.errors import UserError
 from pagedray.engine.generation import check_ids
 from pagedray.serving.openai.prompts import THREAD_CHARS
 from pagedray.serving.openai.respond import Context
 from pagedray.serving.openai.schema import DetokenizeRequest, TokenizeRequest, parse
+
+MAX_DETOKENIZED = 2**18  # a second's work
 
 
 async def tokenize(context: Context, body: dict[str, Any]) -> dict[str, Any]:
@@ -29,6 +32,8 @@ async def tokenize(context: Context, body: dict[str, Any]) -> dict[str, Any]:
 async def detokenize(context: Context, body: dict[str, Any]) -> dict[str, Any]:
     """Text of ids, special tokens included."""
     wire = parse(DetokenizeRequest, body)
+    if len(wire.tokens) > MAX_DETOKENIZED:
+        raise UserError(f"tokens has {len(wire.tokens)} ids, the limit is {MAX_DETOKENIZED}", "tokens")
     check_ids(wire.tokens, context.facts_for(wire.model).vocab_size, "tokens")
     if len(wire.tokens) < THREAD_CHARS:
         return {"prompt": context.tokenizer.decode(wire.tokens, False)}
