@@ -13,9 +13,11 @@ import subprocess
 from pathlib import Path
 
 import msgspec
+from starlette.middleware import Middleware
 
 from pagedray.engine.config import ServerConfig
 from pagedray.engine.errors import ConfigError
+from pagedray.serving.edge import HeaderGuard
 
 ANY = "0.0.0.0"
 FREE_PORTS = (20_000, 30_000)
@@ -54,6 +56,11 @@ def listener(server: ServerConfig, folder: Path) -> tuple[Listener, str | None]:
     return Listener(server.host, claim_port(server.host, server.port), "Serve's Python proxy", PYTHON_PROXY), trouble
 
 
+def middlewares() -> list[Middleware]:
+    """What Serve puts around the app in its HTTP servers; it finds this function through its environment."""
+    return [Middleware(HeaderGuard)]
+
+
 def haproxy_trouble() -> str | None:
     """Why Serve could not run HAProxy on this machine; None if it can."""
     try:
@@ -72,6 +79,7 @@ def haproxy_trouble() -> str | None:
 
 
 COMMON = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pagedray.deployments.proxy.middlewares",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",  # the mode above would hold back 1000 lines
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import uuid
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import msgspec
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pagedray.serving.openai.errors import envelope
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +59,28 @@ class Edge:
             if started:
                 raise  # too late for an answer: the server closes the connection
             await self._failure(scope, receive, send_with_id)
+
+
+class HeaderGuard:
+    """ASGI middleware for the HTTP server around the app, which takes it for granted that headers are UTF-8."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not all(map(_is_utf8, itertools.chain.from_iterable(scope["headers"]))):
+            body = msgspec.json.encode(envelope("a header is not UTF-8", "invalid_request_error"))
+            await Response(body, 400, media_type="application/json")(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def client_request_id(headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -102,6 +102,12 @@ def test_it_answers(served: Served) -> None:
     assert answer.headers.get_list("x-request-id") == ["mine"]  # from Serve or from the app, not from both
 
 
+def test_a_header_that_is_no_text_is_a_bad_request(served: Served) -> None:
+    answer = httpx.get(f"{served.url}/health", headers=[(b"X-Request-Id", b"\xff\xfe")], timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
 def test_it_streams_chats(served: Served) -> None:
     stream = client(served).chat.completions.create(
         model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=9, stream=True
