@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pagedray.engine.config import Config, leaves, load_config
+from pagedray.engine.config import Config, load_config
 from pagedray.engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def build(args: dict[str, Any]) -> Application:
     for name, remedy in OF_THE_CLUSTER.items():
         if name in flat:
             raise ConfigError(f"{name} belongs to the cluster, not to one application: {remedy}")
-    return application(load_config(parse_texts(args), environ=os.environ))
+    return application(load_config(args, environ=os.environ))
 
 
 def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float = 30.0) -> Application:  # noqa: B008 (frozen)
@@ -114,17 +114,3 @@ def has_gpus() -> bool:
     import ray
 
     return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]
-
-
-def parse_texts(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Split comma-separated texts of fields that take several values; pydantic reads all other types from text."""
-    several = {
-        name
-        for leaf in leaves().values()
-        for name, field in leaf.model_fields.items()
-        if get_origin(field.annotation) is tuple
-    }
-    return {
-        name: tuple(value.split(",")) if name in several and isinstance(value, str) else value
-        for name, value in args.items()
-    }

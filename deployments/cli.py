@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from pagedray.deployments.build import parse_texts
 from pagedray.deployments.phases import Phases
 from pagedray.deployments.proxy import Listener, end_haproxy, listener
 from pagedray.engine.checkpoint import open_checkpoint
@@ -84,9 +83,9 @@ def read_config(args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
         flags["model"] = args.positional_model
     try:
         text = args.config.read_text() if args.config else None
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         parser().error(f"--config: {error}")
-    return load_config(text, parse_texts(flags), environ)
+    return load_config(text, flags, environ)
 
 
 def address(environ: Mapping[str, str]) -> str | None:

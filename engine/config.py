@@ -8,8 +8,9 @@ at run time is `EngineFacts`, not a write into this tree.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 import msgspec
 import yaml
@@ -23,7 +24,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Leaf(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelConfig(Leaf):
@@ -50,7 +51,7 @@ class CacheConfig(Leaf):
 
 class SchedulerConfig(Leaf):
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences computed in one step.")
-    max_num_batched_tokens: int = Field(1024, ge=1, description="Most tokens computed in one step.")
+    max_num_batched_tokens: int = Field(512, ge=1, description="Most tokens computed in one step.")
     prefill_chunk_tokens: int | None = Field(
         None,
         ge=1,
@@ -159,7 +160,7 @@ def load_config(
     Args:
         tree: nested mapping {leaf: {field: value}}, or its YAML text; flat {field: value} pairs may be mixed in.
         overrides: flat {field: value}, strongest; None values are skipped.
-        environ: environment variables, of which `PAGEDRAY_FIELD_NAME` are read.
+        environ: environment variables, of which `PAGEDRAY_FIELD_NAME` are read; lists are separated by commas.
 
     Raises:
         ConfigError: unknown names, bad values, or values that don't go together.
@@ -170,9 +171,14 @@ def load_config(
     def put(field: str, value: Any, origin: str) -> None:
         if field not in owner:
             raise ConfigError(f"{origin}: unknown setting {field!r}; known: {', '.join(sorted(owner))}")
+        if isinstance(value, str) and get_origin(leaves()[owner[field]].model_fields[field].annotation) is tuple:
+            value = tuple(part.strip() for part in value.split(","))
         merged[owner[field]][field] = value
 
-    given = yaml.safe_load(tree) if isinstance(tree, str) else tree
+    try:
+        given = yaml.safe_load(tree) if isinstance(tree, str) else tree
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the configuration is not YAML: {error}") from error
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"the configuration must be a mapping, got {type(given).__name__}")
     for name, value in (given or {}).items():
@@ -186,8 +192,12 @@ def load_config(
             put(name, value, "configuration")
     for variable, text in (environ or {}).items():
         field = variable.removeprefix("PAGEDRAY_").lower()
-        if variable.startswith("PAGEDRAY_") and field in owner:
-            put(field, yaml.safe_load(text), variable)
+        if not variable.startswith("PAGEDRAY_") or not text.strip() or "://" in text[:8]:
+            continue  # beside a Kubernetes service of that name there is PAGEDRAY_PORT=tcp://…
+        if field in owner:
+            put(field, None if text.strip().lower() in ("null", "none") else text, variable)
+        elif near := difflib.get_close_matches(field, owner, n=1, cutoff=0.75):
+            raise ConfigError(f"{variable}: unknown setting; did you mean PAGEDRAY_{near[0].upper()}?")
     for field, value in (overrides or {}).items():
         if value is not None:
             put(field, value, "--" + field.replace("_", "-"))

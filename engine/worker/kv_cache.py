@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
@@ -40,7 +41,14 @@ class KVCache:
         self.windows = tuple(group.window for group in groups)
         self.block_size = block_size
         shape = (num_blocks + 1, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        self.pages = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in groups[0].layers)
+        try:
+            self.pages = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in groups[0].layers)
+        except RuntimeError as error:
+            gib = len(groups[0].layers) * math.prod(shape) * dtype.itemsize / 2**30
+            raise ConfigError(
+                f"the KV cache needs {gib:.1f} GiB for {num_blocks} blocks, which can't be had; "
+                "lower num_kv_blocks or kv_cache_memory_bytes"
+            ) from error
         self._workspace = Workspace(dtype, device)
 
     def plan(self, group: int, batch: PagedBatch) -> AttentionPlan:

@@ -10,15 +10,14 @@ import pytest
 import yaml
 from ray.serve import Application
 
-from pagedray.deployments.build import build, bundles, num_cpus, parse_texts
+from pagedray.deployments.build import build, bundles, num_cpus
 from pagedray.engine.config import load_config
 from pagedray.engine.errors import ConfigError
 from tests.deployments.served import ROOT
 
 
 def test_texts_of_the_command_line_become_values() -> None:
-    args = parse_texts({"served_model_name": "a,b", "max_num_seqs": "8", "enable_prefix_caching": "false"})
-    config = load_config(args)
+    config = load_config({"served_model_name": "a,b", "max_num_seqs": "8", "enable_prefix_caching": "false"})
     assert config.model.served_model_name == ("a", "b")
     assert config.scheduler.max_num_seqs == 8
     assert config.cache.enable_prefix_caching is False
