@@ -13,7 +13,8 @@ from torch import Tensor
 
 from benchmarks import report
 from pagedray.engine.messages import NewSeq, SamplingParams
-from pagedray.engine.worker.sampler import Sampler, SamplingState
+from pagedray.engine.worker.sampler import Sampler
+from pagedray.engine.worker.sampling_state import SamplingState
 from pagedray.kernels.philox import uniform_ref
 from pagedray.kernels.sampling import sample_ref
 

@@ -77,7 +77,7 @@ def sample_top_p_ref(z: Tensor, u: Tensor, temperature: Tensor, top_p: Tensor, m
 
 
 def greedy(z: Tensor) -> Tensor:
-    """The most likely token of each row, the lowest id among equals."""
+    """The most likely token of each row, the lowest id among equals. NaN is more likely than anything."""
     at = _block_ids(_block_reduce(z, "max").argmax(-1), z.shape[1])
     return at.gather(1, z.gather(1, at).argmax(-1, keepdim=True)).squeeze(1)
 

@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from math import inf
+from math import inf, nan
 
 import pytest
 import torch
@@ -146,6 +146,14 @@ def test_the_ends_of_the_interval_give_the_first_and_last_possible_token(top_k, 
 def test_greedy_takes_the_lowest_of_the_best(vocab, dtype):
     z = torch.randint(-3, 2, (50, vocab), generator=torch.Generator().manual_seed(vocab)).to(dtype)
     assert greedy(z).tolist() == [row.index(max(row)) for row in z.tolist()]
+
+
+@pytest.mark.parametrize("vocab", [5, 500])
+def test_greedy_shows_a_row_that_holds_nan(vocab):
+    z = torch.zeros((3, vocab))
+    z[0, 3] = z[2, vocab - 1] = nan
+    z[0, 1] = inf
+    assert greedy(z).tolist() == [3, 0, vocab - 1]
 
 
 def test_last_bits_do_not_depend_on_the_other_rows():

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from pagedray.engine.messages import NewSeq, SamplingParams
-from pagedray.engine.worker.sampler import SampledTokens, Sampler, SamplingState
+from pagedray.engine.worker.sampler import SampledTokens, Sampler
+from pagedray.engine.worker.sampling_state import SamplingState
 from pagedray.kernels.philox import uniform_ref
 
 VOCAB = 150

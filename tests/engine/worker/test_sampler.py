@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagedray.engine.messages import NewSeq
-from pagedray.engine.worker.sampler import SamplingState
+from pagedray.engine.worker.sampling_state import SamplingState
 from pagedray.engine.worker.token_history import FIRST_SLOTS
 from tests.engine.worker.sampling_reference import (
     CPU,
