@@ -17,7 +17,7 @@ from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.errors import ConfigError, EngineDead
 from pagedray.engine.messages import NewSeq, RunnerOutput, SamplingParams, ScheduledSeq, SchedulerOutput
 from pagedray.engine.models.parse import model_spec
-from pagedray.engine.models.registry import build_model, get_model_class
+from pagedray.engine.models.registry import build_model
 from pagedray.engine.models.spec import ModelSpec
 from pagedray.engine.text.tokenizer import load_tokenizer
 from pagedray.engine.worker.backend import choose_backend, choose_device, choose_dtype
@@ -97,8 +97,6 @@ class Worker:
         device = torch.device(choose_device(config.worker.device))
         torch.set_num_threads(config.worker.cpu_threads or len(os.sched_getaffinity(0)))
         checkpoint = open_checkpoint(config.model.model, config.model.revision)
-        for architecture in checkpoint.config.get("architectures") or ():
-            get_model_class(architecture)  # before its config is read: an unknown one may have other keys
         spec = model_spec(checkpoint)
         dtype_name = choose_dtype(config.model.dtype, spec.dtype, device.type)
         dtype: torch.dtype = getattr(torch, dtype_name)
