@@ -28,7 +28,7 @@ from torch import Tensor
 from pagedray.kernels.case import Case
 
 # Gathered keys and values of one bucket should still be in the cache when they are read.
-_BUCKET_BYTES = 16 * 2**20
+_BUCKET_BYTES = 8 * 2**20
 # A narrow product of bf16 costs more to start than to compute: below this many scores one fused call is faster.
 _FEW_SCORES = 2048
 
@@ -53,9 +53,9 @@ class _Bucket:
     first: int
     last: int
     rows: Tensor  # [2 * S * K * blocks] int64: what to gather, as rows of pages.view(-1, B * D)
-    skip: int  # positions to leave out at the beginning and at the end, when there is no mask
-    length: int
-    mask: Tensor | None  # [S * K, 1, L] of the pages' type, 0 or -inf; None: one sequence, cut to its length
+    gathered: Tensor  # [2 * S * K * blocks, B * D]: where to; all gathers of a step share this memory
+    seen: slice  # of the gathered positions
+    mask: Tensor | None  # [S * K, 1, L] of the pages' type, 0 or -inf; None: one sequence, which sees all of `seen`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +65,7 @@ class _Chunk:
     first: int
     last: int
     rows: Tensor | None  # [2 * K * blocks] int64; None: nothing was cached, so the step's own keys and values are all
+    gathered: Tensor  # as for buckets
     length: int
     mask: Tensor | None  # [T, L]; None: causal from the first position on
 
@@ -74,7 +75,6 @@ class AttentionPlan:
     slots: Tensor  # [T * 2 * K] int64: where to write, as rows of pages.view(-1, D)
     buckets: tuple[_Bucket, ...]
     chunks: tuple[_Chunk, ...]
-    gathered: Tensor  # [rows, B * D]: room for the largest gather, used over and over
 
 
 class Workspace:
@@ -132,57 +132,38 @@ def paged_attention(
     pages.view(-1, head_dim).index_copy_(0, plan.slots, qkv[:, num_heads:].reshape(-1, head_dim))
     page_rows = pages.view(-1, block_size * head_dim)
     if len(plan.buckets) == 1 and not plan.chunks:
-        return _decode(qkv[:, :num_heads], page_rows, plan.buckets[0], plan, num_kv_heads, scale, softcap)
+        return _decode(qkv[:, :num_heads], page_rows, plan.buckets[0], num_kv_heads, scale, softcap)
     y = qkv.new_empty(len(qkv), num_heads * head_dim)
     for bucket in plan.buckets:
         q = qkv[bucket.first : bucket.last, :num_heads]
-        y[bucket.first : bucket.last] = _decode(q, page_rows, bucket, plan, num_kv_heads, scale, softcap)
+        y[bucket.first : bucket.last] = _decode(q, page_rows, bucket, num_kv_heads, scale, softcap)
     for chunk in plan.chunks:
         tokens = qkv[chunk.first : chunk.last]
-        y[chunk.first : chunk.last] = _prefill(tokens, page_rows, chunk, plan, num_kv_heads, scale, softcap)
+        y[chunk.first : chunk.last] = _prefill(tokens, page_rows, chunk, num_kv_heads, scale, softcap)
     return y
 
 
 def _decode(
-    q: Tensor,
-    page_rows: Tensor,
-    bucket: _Bucket,
-    plan: AttentionPlan,
-    num_kv_heads: int,
-    scale: float,
-    softcap: float | None,
+    q: Tensor, page_rows: Tensor, bucket: _Bucket, num_kv_heads: int, scale: float, softcap: float | None
 ) -> Tensor:
     """One query a sequence: the query heads of one key head are the rows of a product of their own. q [S, H, D]."""
     num_seqs, num_heads, head_dim = q.shape
-    gathered = plan.gathered[: len(bucket.rows)]
-    torch.index_select(page_rows, 0, bucket.rows, out=gathered)
-    keys, values = gathered.view(2, num_seqs * num_kv_heads, -1, head_dim)
-    if bucket.mask is None:
-        keys, values = keys[:, bucket.skip :][:, : bucket.length], values[:, bucket.skip :][:, : bucket.length]
-    group = num_heads // num_kv_heads
-    if softcap is None and q.dtype != torch.float32 and len(keys) * bucket.length <= _FEW_SCORES:
+    num_products, group = num_seqs * num_kv_heads, num_heads // num_kv_heads
+    torch.index_select(page_rows, 0, bucket.rows, out=bucket.gathered)
+    seen = bucket.gathered.view(2, num_products, -1, head_dim)[:, :, bucket.seen]
+    if softcap is None and q.dtype != torch.float32 and num_products * seen.shape[2] <= _FEW_SCORES:
+        keys, values = seen.unsqueeze(1) if num_seqs == 1 else seen.view(2, num_seqs, num_kv_heads, -1, head_dim)
         mask = None if bucket.mask is None else bucket.mask.view(num_seqs, num_kv_heads, 1, -1)
-        y = F.scaled_dot_product_attention(
-            q.view(num_seqs, num_kv_heads, group, head_dim),
-            keys.unflatten(0, (num_seqs, num_kv_heads)),
-            values.unflatten(0, (num_seqs, num_kv_heads)),
-            attn_mask=mask,
-            scale=scale,
-        )
+        q = q.view(num_seqs, num_kv_heads, group, head_dim)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
         return y.reshape(num_seqs, num_heads * head_dim)
-    queries = q.reshape(num_seqs * num_kv_heads, group, head_dim)
-    scores = _scores(queries, keys, bucket.mask, scale, softcap)
+    keys, values = seen
+    scores = _scores(q.reshape(num_products, group, head_dim), keys, bucket.mask, scale, softcap)
     return torch.bmm(torch.softmax(scores, -1), values).view(num_seqs, num_heads * head_dim)
 
 
 def _prefill(
-    qkv: Tensor,
-    page_rows: Tensor,
-    chunk: _Chunk,
-    plan: AttentionPlan,
-    num_kv_heads: int,
-    scale: float,
-    softcap: float | None,
+    qkv: Tensor, page_rows: Tensor, chunk: _Chunk, num_kv_heads: int, scale: float, softcap: float | None
 ) -> Tensor:
     """Several queries of one sequence. qkv [T, H + 2K, D]."""
     num_tokens, width, head_dim = qkv.shape
@@ -191,9 +172,8 @@ def _prefill(
     if chunk.rows is None:
         keys, values = qkv[:, num_heads:].transpose(0, 1).split(num_kv_heads)  # [K, L, D]
     else:
-        gathered = plan.gathered[: len(chunk.rows)]
-        torch.index_select(page_rows, 0, chunk.rows, out=gathered)
-        keys, values = gathered.view(2, num_kv_heads, -1, head_dim)[:, :, : chunk.length]
+        torch.index_select(page_rows, 0, chunk.rows, out=chunk.gathered)
+        keys, values = chunk.gathered.view(2, num_kv_heads, -1, head_dim)[:, :, : chunk.length]
     if softcap is None:
         y = F.scaled_dot_product_attention(
             q[None],
@@ -214,12 +194,10 @@ def _prefill(
 
 def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
     """q [N, G, D], keys [N, L, D] → [N, G, L]."""
+    scores = torch.bmm(q, keys.transpose(1, 2))
     if softcap is not None:
-        scores = torch.bmm(q, keys.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap)
-        return scores if mask is None else scores.add_(mask)
-    if mask is None:
-        return torch.bmm(q, keys.transpose(1, 2)).mul_(scale)
-    return torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=scale)
+        scores, scale = scores.mul_(scale / softcap).tanh_(), softcap
+    return scores.mul_(scale) if mask is None else torch.add(mask, scores, alpha=scale)
 
 
 def plan_attention(batch: PagedBatch, pages: Tensor, workspace: Workspace) -> AttentionPlan:
@@ -228,15 +206,15 @@ def plan_attention(batch: PagedBatch, pages: Tensor, workspace: Workspace) -> At
     num_queries = np.diff(batch.query_start_cpu)
     num_decoding = int(np.argmax(num_queries != 1)) if (num_queries != 1).any() else len(num_queries)
     assert (num_queries[num_decoding:] > 1).all(), "sequences with one query come first"
-    buckets = _buckets(batch, pages, num_decoding)
-    chunks = tuple(_chunk(batch, pages, seq) for seq in range(num_decoding, len(num_queries)))
-    sizes = [len(b.rows) for b in buckets] + [len(c.rows) for c in chunks if c.rows is not None]
     slots = _write_slots(batch, num_queries, num_kv_heads, block_size)
+    buckets = _buckets(batch, pages, num_decoding)
+    chunks = [_chunk(batch, pages, seq) for seq in range(num_decoding, len(num_queries))]
+    sizes = [len(b.rows) for b in buckets] + [len(c.rows) for c in chunks if c.rows is not None]
+    room = workspace.take(max(sizes, default=0), block_size * head_dim)
     return AttentionPlan(
         slots=torch.from_numpy(slots).to(pages.device),
-        buckets=buckets,
-        chunks=chunks,
-        gathered=workspace.take(max(sizes, default=0), block_size * head_dim),
+        buckets=tuple(dataclasses.replace(b, gathered=room[: len(b.rows)]) for b in buckets),
+        chunks=tuple(c if c.rows is None else dataclasses.replace(c, gathered=room[: len(c.rows)]) for c in chunks),
     )
 
 
@@ -251,7 +229,7 @@ def _write_slots(
     return slots.ravel()
 
 
-def _buckets(batch: PagedBatch, pages: Tensor, num_decoding: int) -> tuple[_Bucket, ...]:
+def _buckets(batch: PagedBatch, pages: Tensor, num_decoding: int) -> list[_Bucket]:
     """Cut the decoding sequences, longest first, where a shorter one would be padded by half its own length or more."""
     num_kv_heads, block_size, head_dim = pages.shape[2:]
     lengths = batch.lengths_cpu[:num_decoding]
@@ -259,6 +237,7 @@ def _buckets(batch: PagedBatch, pages: Tensor, num_decoding: int) -> tuple[_Buck
     first_block = low // block_size
     num_blocks = -(-lengths // block_size) - first_block
     block_bytes = 2 * num_kv_heads * block_size * head_dim * pages.element_size()
+    nowhere = pages.new_empty(0)  # until the room that all gathers need is known
     buckets = []
     end = num_decoding
     while end > 0:
@@ -270,33 +249,33 @@ def _buckets(batch: PagedBatch, pages: Tensor, num_decoding: int) -> tuple[_Buck
         tables = batch.block_tables_cpu[seqs]
         inside = index < (-(-lengths[seqs] // block_size))[:, None]
         blocks = np.where(inside, np.take_along_axis(tables, np.minimum(index, tables.shape[1] - 1), 1), 0)
-        mask, skip, length = None, 0, longest * block_size
+        mask, seen = None, slice(None)
         if end - begin == 1:
-            skip = int(low[begin] - first_block[begin] * block_size)
-            length = int(lengths[begin] - low[begin])
+            offset = int(first_block[begin]) * block_size
+            seen = slice(int(low[begin]) - offset, int(lengths[begin]) - offset)
         else:
-            position = first_block[seqs, None] * block_size + np.arange(length)
+            position = first_block[seqs, None] * block_size + np.arange(longest * block_size)
             hidden = (position >= lengths[seqs, None]) | (position < low[seqs, None])
             mask = _additive(torch.from_numpy(hidden), pages).repeat_interleave(num_kv_heads, 0).unsqueeze(1)
         rows = torch.from_numpy(_page_rows(blocks, num_kv_heads)).to(pages.device)
-        buckets.append(_Bucket(begin, end, rows, skip, length, mask))
+        buckets.append(_Bucket(begin, end, rows, nowhere, seen, mask))
         end = begin
-    return tuple(reversed(buckets))
+    return buckets
 
 
 def _chunk(batch: PagedBatch, pages: Tensor, seq: int) -> _Chunk:
     num_kv_heads, block_size, _ = pages.shape[2:]
     first, last = (int(i) for i in batch.query_start_cpu[seq : seq + 2])
     length, window = int(batch.lengths_cpu[seq]), batch.window
-    start = length - (last - first)
+    start, nowhere = length - (last - first), pages.new_empty(0)
     if start == 0:
         mask = None if window is None or window >= length else _causal_mask(length, length, window, pages)
-        return _Chunk(first, last, None, length, mask)
+        return _Chunk(first, last, None, nowhere, length, mask)
     first_block = 0 if window is None else max(start - window + 1, 0) // block_size
     blocks = batch.block_tables_cpu[seq, first_block : -(-length // block_size)]
     rows = torch.from_numpy(_page_rows(blocks[None], num_kv_heads)).to(pages.device)
-    gathered = length - first_block * block_size
-    return _Chunk(first, last, rows, gathered, _causal_mask(last - first, gathered, window, pages))
+    num_seen = length - first_block * block_size
+    return _Chunk(first, last, rows, nowhere, num_seen, _causal_mask(last - first, num_seen, window, pages))
 
 
 def _page_rows(blocks: NDArray[np.int32], num_kv_heads: int) -> NDArray[np.int64]:
