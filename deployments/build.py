@@ -80,7 +80,7 @@ def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float =
         graceful_shutdown_timeout_s=drain_timeout_s + 10.0,
         num_replicas=config.server.num_engine_replicas,
         ray_actor_options={"num_cpus": ENGINE_CPUS},
-        placement_group_bundles=bundles(config, has_gpus()),
+        placement_group_bundles=bundles(config),
         placement_group_strategy="STRICT_PACK",
     )(EngineReplica)
     ingress = serve.deployment(
@@ -94,23 +94,14 @@ def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float =
     return bound
 
 
-def bundles(config: Config, gpus: bool) -> list[dict[str, float]]:
+def bundles(config: Config) -> list[dict[str, float]]:
     """Resources of one engine: the replica with its scheduler, then each worker."""
-    on_gpu = config.worker.device == "cuda" or (config.worker.device == "auto" and gpus)
-    worker = {"CPU": WORKER_CPUS, "GPU": 1.0} if on_gpu else {"CPU": WORKER_CPUS}
     world_size = config.worker.tensor_parallel_size * config.worker.pipeline_parallel_size
-    return [{"CPU": ENGINE_CPUS}, *(dict(worker) for _ in range(world_size))]
+    return [{"CPU": ENGINE_CPUS}, *({"CPU": WORKER_CPUS} for _ in range(world_size))]
 
 
 def num_cpus(config: Config) -> float:
     """CPUs, in Ray's sense, that the application reserves."""
     server = config.server
-    engine = sum(bundle["CPU"] for bundle in bundles(config, False))
+    engine = sum(bundle["CPU"] for bundle in bundles(config))
     return server.num_engine_replicas * engine + server.num_ingress_replicas * INGRESS_CPUS
-
-
-def has_gpus() -> bool:
-    """Whether the cluster that this process belongs to has GPUs; False where it belongs to none."""
-    import ray
-
-    return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]

@@ -104,15 +104,20 @@ def serve(config: Config, ray_address: str | None, begun_s: float) -> None:
                 phases.say(f"HAProxy can't run here, so Serve's slower proxy in Python serves HTTP: {trouble}")
             os.environ.update(listen.environment)
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own choice, 15, is for batch work
         else:
             listen = Listener(config.server.host, config.server.port, "the cluster's proxy")
         from pagedray.deployments.launch import Launch  # Serve reads the environment while it is imported
 
         phases.end("Python and imports")
+        launch = Launch(config, listen, ray_address, phases)
         try:
-            Launch(config, listen, ray_address, phases).run()
+            launch.run()
         finally:
             end_haproxy(Path(folder))
+    if launch.ray_is_gone:
+        sys.stdout.flush()
+        os._exit(0)  # Ray's exit handlers would look for it for a minute
 
 
 def _process_start_s() -> float:

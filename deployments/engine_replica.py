@@ -98,7 +98,7 @@ class EngineReplica:
         facts = await unit.start()
         self._move(State.RUNNING)
         log.info(
-            "engine started engine_id=%s seconds=%.1f kv_blocks=%d kv_tokens=%d attention=%s (%s)",
+            "engine started engine_id=%s seconds=%.1f kv_blocks=%d longest_sequence=%d attention=%s (%s)",
             facts.engine_id,
             time.monotonic() - begun,
             facts.num_blocks,

@@ -35,6 +35,7 @@ LOOK_S = 0.1  # between looks at a start
 STATUS_S = 1.0  # between looks at what Serve says of it
 FOLLOW_S = 0.5  # between looks at the log
 HTTP_TIMEOUT_S = 60.0
+GROUP_SIGNAL_S = 0.5  # for Ray's processes to end of the signal that ended us
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AFTER_LOADING = "scheduler, ingress, HTTP proxy"
 
@@ -59,6 +60,7 @@ class Launch:
     ):
         self._config, self._listener, self._ray_address, self._phases = config, listener, ray_address, phases
         self._parts = parts
+        self.ray_is_gone = False  # our Ray was ended by somebody else
         self._logs: Path | None = None  # folder of Serve's log files, where this process can read them
 
     def run(self) -> None:
@@ -203,6 +205,9 @@ class Launch:
     def _end(self) -> None:
         """Leave nothing behind. The application goes first: HAProxy must live while its streams end."""
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of a terminal sends several
+        if self._ray_address is None and ray.is_initialized() and _our_ray_died():
+            self.ray_is_gone = True
+            return
         unheard = io.StringIO()  # what Ray has to say of processes that end is no news now
         with contextlib.redirect_stdout(unheard), contextlib.redirect_stderr(unheard):
             with contextlib.suppress(KeyboardInterrupt):
@@ -214,6 +219,17 @@ class Launch:
             for number in STOP_SIGNALS:  # an impatient one skipped the above; this takes no time
                 signal.signal(number, signal.SIG_IGN)
             ray.shutdown()
+
+
+def _our_ray_died() -> bool:
+    """Whether the signal went to the whole process group: Ray's own processes have ended then, or will in a moment."""
+    node: Any = ray._private.worker._global_node
+    deadline_s = time.monotonic() + GROUP_SIGNAL_S
+    while not (died := bool(node.dead_processes())) and time.monotonic() < deadline_s:
+        time.sleep(LOOK_S)
+    if died:
+        node.kill_all_processes(check_alive=False)
+    return died
 
 
 def blocks_per_sequence(facts: EngineFacts) -> int:

@@ -51,8 +51,7 @@ def listener(server: ServerConfig, folder: Path) -> tuple[Listener, str | None]:
     """
     trouble = haproxy_trouble() if server.haproxy else None
     if server.haproxy and trouble is None:
-        # Serve has HAProxy listen on all interfaces, whatever it is told.
-        return Listener(ANY, claim_port(ANY, server.port), "HAProxy", haproxy_environment(folder)), None
+        return Listener(server.host, claim_port(server.host, server.port), "HAProxy", haproxy_environment(folder)), None
     return Listener(server.host, claim_port(server.host, server.port), "Serve's Python proxy", PYTHON_PROXY), trouble
 
 

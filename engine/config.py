@@ -92,7 +92,7 @@ class FailureConfig(Leaf):
 
 
 class ServerConfig(Leaf):
-    host: str = Field("127.0.0.1", description="Address to listen on (HAProxy mode listens on all).")
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all. There is no authentication.")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port.")
     num_ingress_replicas: int = Field(1, ge=1, description="Ingress processes.")
     num_engine_replicas: int = Field(1, ge=1, description="Engine replicas, each with its own copy of the model.")
@@ -119,6 +119,10 @@ class Config(Leaf):
                 f"max_num_batched_tokens ({sched.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({sched.max_num_seqs}): each running sequence needs one token a step"
             )
+        if worker.device == "cuda":
+            raise ValueError("device cuda is not supported by this version; use cpu or auto")
+        if self.model.dtype == "float16":
+            raise ValueError("dtype float16 needs a GPU, which this version does not support; use bfloat16 or float32")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(worker, name) != 1:
                 raise ValueError(f"{name} must be 1 in this version; raise num_engine_replicas to use more devices")

@@ -44,9 +44,7 @@ def test_the_shipped_file_is_valid_and_shows_defaults() -> None:
 
 
 def test_each_worker_has_a_bundle() -> None:
-    assert bundles(load_config(), gpus=False) == [{"CPU": 0.5}, {"CPU": 1.0}]
-    assert bundles(load_config(), gpus=True) == [{"CPU": 0.5}, {"CPU": 1.0, "GPU": 1.0}]
-    assert bundles(load_config({"device": "cpu"}), gpus=True) == [{"CPU": 0.5}, {"CPU": 1.0}]
+    assert bundles(load_config()) == [{"CPU": 0.5}, {"CPU": 1.0}]
     assert num_cpus(load_config({"num_engine_replicas": 2, "num_ingress_replicas": 4})) == 4.0
 
 

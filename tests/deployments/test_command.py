@@ -47,7 +47,7 @@ def test_the_phases_account_for_the_start(started: tuple[Served, float]) -> None
 
 @pytest.mark.ray
 def test_it_says_what_it_serves(served: Served) -> None:
-    assert "HAProxy, listening on 0.0.0.0:" in served.output
+    assert "HAProxy, listening on 127.0.0.1:" in served.output
     assert re.search(r"KV cache +[\d,]+ blocks of 16 tokens, [\d,]+ tokens: [\d.]+ sequences", served.output)
     assert re.search(r"attention +torch: \S", served.output)
     assert "GiB" in served.output  # the bar of the weights

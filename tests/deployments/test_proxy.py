@@ -35,9 +35,10 @@ def test_an_address_that_is_not_ours_is_refused() -> None:
         claim_port("203.0.113.1", 80)
 
 
-def test_haproxy_listens_everywhere(tmp_path: Path) -> None:
-    listen, trouble = listener(ServerConfig(port=0), tmp_path)
-    assert (listen.host, listen.kind, trouble) == (ANY, "HAProxy", None)
+@pytest.mark.parametrize("host", ["127.0.0.1", ANY])
+def test_haproxy_listens_where_it_is_told(tmp_path: Path, host: str) -> None:
+    listen, trouble = listener(ServerConfig(port=0, host=host), tmp_path)
+    assert (listen.host, listen.kind, trouble) == (host, "HAProxy", None)
     assert listen.reachable_host == "127.0.0.1"
     assert listen.environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
 

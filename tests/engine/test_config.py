@@ -56,6 +56,8 @@ def test_variables_that_kubernetes_makes_for_a_service_are_not_settings() -> Non
         ({}, {"block_size": 0}, {}, "cache.block_size"),
         ({}, {"max_num_seqs": 9, "max_num_batched_tokens": 8}, {}, r"max_num_batched_tokens \(8\).*max_num_seqs \(9\)"),
         ({}, {"tensor_parallel_size": 2}, {}, "tensor_parallel_size must be 1"),
+        ({}, {"device": "cuda"}, {}, "device cuda is not supported"),
+        ({}, {"dtype": "float16"}, {}, "dtype float16 needs a GPU"),
         ({}, {"step_timeout_s": float("inf")}, {}, "step_timeout_s"),
         ({}, {}, {"PAGEDRAY_PORT": "["}, "server.port"),
         ({}, {}, {"PAGEDRAY_MAX_NUM_SEQ": "3"}, "did you mean PAGEDRAY_MAX_NUM_SEQS"),

@@ -215,9 +215,7 @@ def test_threads_default_to_the_cores_it_may_use() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"device": "cuda"}, "device is cuda"),
         ({"attention_backend": "flashinfer"}, "attention_backend is flashinfer"),
-        ({"dtype": "float16"}, "dtype is float16"),
         ({"max_model_len": 513}, "max_model_len is 513.*512"),
         ({"max_model_len": 400, "num_kv_blocks": 50}, "max_model_len is 400.*200 tokens.*num_kv_blocks"),
     ],
