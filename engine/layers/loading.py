@@ -6,10 +6,15 @@ from torch import nn
 
 from pagedray.engine.layers.linear import Linear
 from pagedray.engine.layers.norm import HeadNorm, RMSNorm
+from pagedray.engine.worker.host_memory import use_huge_pages
 
 
 def finish_loading(model: nn.Module) -> None:
     """Let every layer that prepares its weights do so; called once, when all slots are filled."""
+    packed = []
     for module in model.modules():
         if isinstance(module, Linear | RMSNorm | HeadNorm):
             module.finish_loading()
+        if isinstance(module, Linear) and module.packed is not None:
+            packed.append(module.packed)
+    use_huge_pages(packed)

@@ -1,8 +1,13 @@
 import ctypes
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+
+from pagedray.engine.worker.host_memory import _joined, use_huge_pages
 
 PROGRAM = """
 import ctypes, sys, torch
@@ -36,3 +41,39 @@ def test_large_blocks_stay_with_the_process() -> None:
     assert (mapped, kept >= 30) == (0, True)
     mapped, kept = mebibytes("leave")
     assert (mapped >= 45, kept < 15) == (True, True)
+
+
+def test_spans_are_joined_over_less_than_a_huge_page() -> None:
+    page = 2**21
+    spans = [(0, 10), (5, 9), (page, page + 4), (3 * page, 3 * page + 1), (9 * page, 9 * page)]
+    assert _joined(spans) == [(0, page + 4), (3 * page, 3 * page + 1), (9 * page, 9 * page)]
+
+
+def huge_pages_in(mebibytes: int) -> tuple[int, int, bool]:
+    """Bytes said to be moved, bytes of huge pages in the process since, and whether the numbers are still there."""
+    tensors = [torch.arange(mebibytes * 2**18, dtype=torch.float32)]
+    packed = torch.ops.mkldnn._reorder_linear_weight(torch.ones(1024, mebibytes * 256), 1)
+    before = _huge_bytes()
+    moved = use_huge_pages([*tensors, packed])
+    is_same = torch.equal(tensors[0], torch.arange(mebibytes * 2**18, dtype=torch.float32))
+    return moved, _huge_bytes() - before, is_same and bool((packed.to_dense() == 1).all())
+
+
+def _huge_bytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
+
+
+MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not MODES.exists()
+    or "[madvise]" not in MODES.read_text()
+    or tuple(map(int, platform.release().split(".")[:2])) < (6, 1),
+    reason="the system doesn't give huge pages on request, or not at once",
+)
+def test_weights_move_to_huge_pages() -> None:
+    moved, huge, is_same = huge_pages_in(16)
+    assert is_same
+    assert 2 * 14 * 2**20 <= moved <= huge + 2**21
