@@ -1,9 +1,9 @@
 """RMS norm, alone and with the residual add before it:  r += x;  y = r * rsqrt(mean(r^2) + eps) * w
 
-Shapes   x, r, y [..., N]; w [N], or [G, N] where x is [T, G, N]. Last dim contiguous, row strides free.
+Shapes   x, r, y [T, N] with w [N], or [T, G, N] with w [G, N]. Last dim contiguous, row strides free. N <= 16384.
 Dtypes   x, r, y float32, bf16 or fp16; mean and scale in float32. w of x's type: the normalized value is rounded to it
          before the product (Llama). w float32 with a narrower x: the product is in float32 too (Gemma).
-Writes   add_rms_norm: r in place. Both return y.
+Writes   add_rms_norm: r in place. Both return y. Safe under CUDA graph capture.
 Source   Zhang and Sennrich 2019, arXiv:1910.07467
 """
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagedray.kernels.case import Case
+from pagedray.kernels.jit import tl, triton
 
 
 def rms_norm_ref(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
@@ -27,26 +28,99 @@ def add_rms_norm_ref(x: Tensor, r: Tensor, w: Tensor, eps: float = 1e-6) -> Tens
     return rms_norm_ref(r, w, eps)
 
 
+@triton.jit
+def _rms_norm(  # type: ignore[no-untyped-def]
+    x_ptr,
+    r_ptr,
+    w_ptr,
+    y_ptr,
+    x_token,
+    x_group,
+    r_token,
+    r_group,
+    G,
+    N,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program. x_token, x_group, …: strides of the first dims. Without a residual, r is not looked at."""
+    row = tl.program_id(0).to(tl.int64)
+    token, group = row // G, row % G
+    column = tl.arange(0, BLOCK)
+    inside = column < N
+    w = tl.load(w_ptr + group * N + column, inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * x_token + group * x_group + column, inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        r_row = r_ptr + token * r_token + group * r_group + column
+        total = (x + tl.load(r_row, inside, other=0.0).to(tl.float32)).to(r_ptr.dtype.element_ty)
+        tl.store(r_row, total, inside)
+        x = total.to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps)
+    y = y.to(w_ptr.dtype.element_ty).to(tl.float32) * w
+    tl.store(y_ptr + row * N + column, y.to(y_ptr.dtype.element_ty), inside)
+
+
 def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
+    if x.is_cuda:
+        return rms_norm_triton(x, w, eps)
     if w.dtype == x.dtype:
         return F.rms_norm(x, x.shape[-1:], None, eps).mul_(w)
     return F.rms_norm(x.float(), x.shape[-1:], None, eps).mul_(w).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, r: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
+    if x.is_cuda:
+        return add_rms_norm_triton(x, r, w, eps)
     r.add_(x)
     return rms_norm(r, w, eps)
 
 
+def rms_norm_triton(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
+    return _launch(x, None, w, eps)
+
+
+def add_rms_norm_triton(x: Tensor, r: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
+    return _launch(x, r, w, eps)
+
+
+def _launch(x: Tensor, r: Tensor | None, w: Tensor, eps: float) -> Tensor:
+    size, num_groups = x.shape[-1], w.shape[0] if w.dim() == 2 else 1
+    assert x.dim() == 1 + w.dim() and x.shape[1:] == w.shape and x.stride(-1) == 1 and size <= 16384
+    residual = x if r is None else r
+    assert residual.shape == x.shape and residual.stride(-1) == 1
+    y = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    if not y.numel():
+        return y
+    block = 1 << (size - 1).bit_length()
+    _rms_norm[(len(x) * num_groups,)](
+        x,
+        residual,
+        w,
+        y,
+        x.stride(0),
+        x.stride(1),
+        residual.stride(0),
+        residual.stride(1),
+        num_groups,
+        size,
+        eps,
+        HAS_RESIDUAL=r is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 256, 1), 16),
+    )
+    return y
+
+
 def make_inputs(case: Case) -> tuple[Tensor | float, ...]:
-    """An eps as large as the mean square, or else it would hardly matter."""
+    """An eps as large as the mean square, or else it would hardly matter. Rows lie `gap` apart."""
     groups = (case["G"],) if case.get("G") else ()
-    rows = case["T"], *groups, case["N"]
+    rows = case["T"], *groups, case["N"] + case.get("gap")
     w = case.randn(*groups, case["N"], seed=3)
     if case.get("wide_weight"):
         w = 1 + w.float()
-    residual = [case.randn(*rows, seed=2)] if case.op == "add_rms_norm" else []
-    return (case.randn(*rows, seed=1), *residual, w, 0.5)
+    residual = [case.randn(*rows, seed=2)[..., : case["N"]]] if case.op == "add_rms_norm" else []
+    return (case.randn(*rows, seed=1)[..., : case["N"]], *residual, w, 0.5)
 
 
 CASES = [
@@ -57,7 +131,11 @@ CASES = [
     Case("rms_norm", T=1, N=64, wide_weight=1, dtype=torch.bfloat16, rtol=1e-3, atol=1e-4),  # the same roundings
     Case("rms_norm", T=1, N=64, dtype=torch.bfloat16, rtol=1e-3, atol=1e-4),
     Case("rms_norm", T=33, N=256, G=5, wide_weight=1),
+    Case("rms_norm", T=3, N=80, G=2, gap=16, dtype=torch.bfloat16),
+    Case("rms_norm", T=2, N=16384, dtype=torch.float16),
     Case("add_rms_norm", T=1, N=4096),
+    Case("add_rms_norm", T=5, N=96, gap=3, dtype=torch.bfloat16),
+    Case("add_rms_norm", T=5, N=40, G=3, gap=1),
     Case("add_rms_norm", T=64, N=576, dtype=torch.bfloat16),
     Case("add_rms_norm", T=2, N=640, wide_weight=1, dtype=torch.bfloat16),
     Case("add_rms_norm", T=129, N=5120, dtype=torch.float16),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
 # No test may depend on a model hub, whatever the machine can reach; set before huggingface_hub is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Without a GPU, Triton's kernels run in its interpreter, which must be chosen before triton is imported. To ask torch
+# whether there is one would import it for tests that need none.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # A busy machine must not fail a test, so Hypothesis judges results and never their speed. In CI its own profile makes
 # the examples the same in every run.
