@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pagedray.deployments.devices import device_of_cluster
 from pagedray.engine.config import Config, load_config
 from pagedray.engine.errors import ConfigError
 
@@ -53,7 +54,7 @@ def build(args: dict[str, Any]) -> Application:
     for name, remedy in OF_THE_CLUSTER.items():
         if name in flat:
             raise ConfigError(f"{name} belongs to the cluster, not to one application: {remedy}")
-    return application(load_config(args, environ=os.environ))
+    return application(load_config(args, environ=os.environ, auto_device=device_of_cluster))
 
 
 def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float = 30.0) -> Application:  # noqa: B008 (frozen)
@@ -97,7 +98,8 @@ def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float =
 def bundles(config: Config) -> list[dict[str, float]]:
     """Resources of one engine: the replica with its scheduler, then each worker."""
     world_size = config.worker.tensor_parallel_size * config.worker.pipeline_parallel_size
-    return [{"CPU": ENGINE_CPUS}, *({"CPU": WORKER_CPUS} for _ in range(world_size))]
+    worker = {"CPU": WORKER_CPUS} | ({"GPU": 1.0} if config.worker.device == "cuda" else {})
+    return [{"CPU": ENGINE_CPUS}, *(dict(worker) for _ in range(world_size))]
 
 
 def num_cpus(config: Config) -> float:

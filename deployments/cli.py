@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
 
+from pagedray.deployments.devices import device_here, device_of_cluster
 from pagedray.deployments.phases import Phases
 from pagedray.deployments.proxy import Listener, end_haproxy, listener
 from pagedray.engine.checkpoint import open_checkpoint
-from pagedray.engine.config import Config, leaves, load_config
+from pagedray.engine.config import Config, Device, leaves, load_config
 from pagedray.engine.errors import PagedrayError
 
 TITLES = {
@@ -29,6 +31,7 @@ TITLES = {
     "failure": "failures",
     "server": "server",
 }
+SHORT = {"optimization_level": ("-O",)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,11 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(importlib.metadata.version("pagedray"))
         return 0
     try:
-        config = read_config(args, os.environ)
+        ray_address = args.ray_address or address(os.environ)
+        find_device = functools.partial(device_of_cluster, ray_address) if ray_address else device_here
+        config = read_config(args, os.environ, find_device)
         if args.print_config:
             print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
             return 0
-        serve(config, args.ray_address or address(os.environ), _process_start_s())
+        serve(config, ray_address, _process_start_s())
         return 0
     except PagedrayError as error:
         print(f"pagedray: {error}", file=sys.stderr)
@@ -66,12 +71,18 @@ def parser() -> argparse.ArgumentParser:
     for leaf, cls in leaves().items():
         group = serve.add_argument_group(TITLES[leaf])
         for name, field in cls.model_fields.items():
-            group.add_argument("--" + name.replace("_", "-"), dest=name, default=None, **_how(name, field))
+            names = [*SHORT.get(name, ()), "--" + name.replace("_", "-")]
+            group.add_argument(*names, dest=name, default=None, **_how(name, field))
     return top
 
 
-def read_config(args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
+def read_config(
+    args: argparse.Namespace, environ: Mapping[str, str], auto_device: Callable[[], Device] = device_here
+) -> Config:
     """The configuration that these arguments, their file and these variables make.
+
+    Args:
+        auto_device: what `device: auto` stands for.
 
     Raises:
         ConfigError: a setting is unknown or wrong.
@@ -85,7 +96,7 @@ def read_config(args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
         text = args.config.read_text() if args.config else None
     except (OSError, UnicodeDecodeError) as error:
         parser().error(f"--config: {error}")
-    return load_config(text, flags, environ)
+    return load_config(text, flags, environ, auto_device)
 
 
 def address(environ: Mapping[str, str]) -> str | None:
@@ -98,7 +109,8 @@ def serve(config: Config, ray_address: str | None, begun_s: float) -> None:
     phases = Phases(sys.stdout, begun_s)
     with tempfile.TemporaryDirectory(prefix="pr-", dir="/tmp") as folder:
         if ray_address is None:
-            open_checkpoint(config.model.model, config.model.revision)  # a wrong name is found before anything starts
+            leaf = config.model
+            open_checkpoint(leaf.model, leaf.revision, leaf.needs_weights)  # a wrong name is found before all else
             listen, trouble = listener(config.server, Path(folder))
             if trouble is not None:
                 phases.say(f"HAProxy can't run here, so Serve's slower proxy in Python serves HTTP: {trouble}")

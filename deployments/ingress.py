@@ -42,7 +42,7 @@ class Ingress:
             self._tokenizer = load_attribute(tokenizer)()
         else:
             leaf = config.model
-            checkpoint = await asyncio.to_thread(open_checkpoint, leaf.model, leaf.revision)
+            checkpoint = await asyncio.to_thread(open_checkpoint, leaf.model, leaf.revision, leaf.needs_weights)
             self._tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint, leaf.chat_template)
         limit_s = config.failure.start_timeout_s
         try:

@@ -26,7 +26,7 @@ from pagedray.deployments.engine_watch import EngineWatch
 from pagedray.deployments.log_tail import LogTail
 from pagedray.deployments.phases import Phases
 from pagedray.deployments.proxy import Listener
-from pagedray.engine.config import Config, EngineFacts
+from pagedray.engine.config import Config, EngineFacts, describe_level
 from pagedray.engine.errors import EngineUnavailable
 
 OBJECT_STORE_BYTES = 100 * 2**20  # messages travel inline; nothing large is ever put
@@ -97,7 +97,7 @@ class Launch:
                 object_store_memory=OBJECT_STORE_BYTES,
             )
             self._logs = Path(context.address_info["session_dir"], "logs", "serve")
-        else:
+        elif not ray.is_initialized():  # it is where the cluster was asked for its devices
             ray.init(address=self._ray_address, logging_level=logging.ERROR)
         signal.signal(signal.SIGTERM, _stop)  # Ray has put a handler of its own there
         self._phases.end("Ray")
@@ -174,6 +174,7 @@ class Launch:
         blocks = f"{facts.num_blocks:,} blocks of {facts.block_size} tokens, {int(full * facts.max_model_len):,} tokens"
         say(f"KV cache   {blocks}: {full:.1f} sequences of full length ({facts.max_model_len:,} tokens) at once")
         say(f"attention  {facts.attention_backend}: {facts.attention_backend_reason}")
+        say(f"level      {describe_level(self._config)}")
         if self._logs:
             say(f"logs       {self._logs}")
         say(f"ready in {self._phases.total_s:.1f} s: {self._url} ({self._listener})")

@@ -5,6 +5,7 @@ Methods run in threads of their own (concurrency groups), so that none waits for
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -67,6 +68,8 @@ class WorkerActor:
         self._on_phase("imports", time.monotonic() - begun)
         self._worker = worker_class(self._config, self._rank)  # not in __init__, whose errors Ray doesn't pass on
         facts = self._worker.load(self._on_phase)
+        gc.collect()
+        gc.freeze()  # a full collection over all that was imported would stop the steps for a hundred milliseconds
         phases = tuple((phase.name, phase.seconds) for phase in self._phases)
         return encode(msgspec.structs.replace(facts, start_phases=phases))
 

@@ -49,12 +49,13 @@ class Checkpoint:
         return tuple(files)
 
 
-def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(model: str, revision: str | None = None, needs_weights: bool = True) -> Checkpoint:
     """Find a checkpoint and read its configuration, not its weights.
 
     Args:
         model: the embedded default's name, a directory, a .gguf file, or a hub id.
         revision: branch, tag or commit; for hub ids alone.
+        needs_weights: whether a directory without weights is an error; it isn't when they will be made up.
 
     Raises:
         ConfigError: it was not found or can't be read; the message says what was tried.
@@ -62,14 +63,14 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     """
     path = Path(model).expanduser()
     if path.exists():
-        return _open_local(model, path)
+        return _open_local(model, path, needs_weights)
     if model == EMBEDDED_MODEL:
         return _open_gguf(model, _embedded_file())
     if _looks_like_a_path(model):
         raise ConfigError(f"model: {model!r} looks like a path and doesn't exist (resolved: {path.absolute()})")
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(f"model: {model!r} is neither an existing path nor a hub id (name or owner/name)")
-    return _open_local(model, _download(model, revision))
+    return _open_local(model, _download(model, revision), needs_weights)
 
 
 def _looks_like_a_path(model: str) -> bool:
@@ -91,7 +92,7 @@ def _embedded_file() -> Path:
     return files[0]
 
 
-def _open_local(name: str, path: Path) -> Checkpoint:
+def _open_local(name: str, path: Path, needs_weights: bool) -> Checkpoint:
     if path.is_file():
         if path.suffix == ".gguf":
             return _open_gguf(name, path)
@@ -102,7 +103,8 @@ def _open_local(name: str, path: Path) -> Checkpoint:
         checkpoint = Checkpoint(
             name, path, "safetensors", config, _read_json(generation) if generation.exists() else {}
         )
-        checkpoint.weight_files()  # an incomplete directory should fail before anything else starts
+        if needs_weights:
+            checkpoint.weight_files()  # an incomplete directory should fail before anything else starts
         return checkpoint
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:

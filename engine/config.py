@@ -1,15 +1,15 @@
 """All settings: one frozen tree, validated once.
 
-`load_config` merges, weakest first: defaults, a YAML mapping, `PAGEDRAY_*` environment variables, explicit overrides
-(command-line flags). Field names are unique over all leaves, so a flag is `--field-name` and a variable is
-`PAGEDRAY_FIELD_NAME`. It is the only reader of the environment; actors get their leaf as an argument. What is learned
-at run time is `EngineFacts`, not a write into this tree.
+`load_config` merges, weakest first: defaults, those of a GPU, the optimization level's preset, a YAML mapping,
+`PAGEDRAY_*` environment variables, explicit overrides (command-line flags). Field names are unique over all leaves, so
+a flag is `--field-name` and a variable is `PAGEDRAY_FIELD_NAME`. It is the only reader of the environment; actors get
+their leaf as an argument. What is learned at run time is `EngineFacts`, not a write into this tree.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_origin
 
 import msgspec
@@ -20,7 +20,19 @@ from pagedray.engine.errors import ConfigError
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 
+Device = Literal["cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+# What a GPU wants otherwise than a CPU: steps are short there, and wide ones cost little more than narrow ones.
+GPU_DEFAULTS: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "run_ahead": 3}
+
+# -O0 … -O3. Each is a preset of the fields it names; what is set explicitly wins.
+OPTIMIZATION_LEVELS: dict[int, dict[str, Any]] = {
+    0: {"run_ahead": 1, "cuda_graphs": False},  # one step at a time: to find faults
+    1: {"cuda_graphs": False},  # the fastest start
+    2: {},
+    3: {"cuda_graph_sizes": (*range(1, 9), *range(12, 33, 4), *range(40, 257, 8))},  # least padding, a slower start
+}
 
 
 class Leaf(BaseModel):
@@ -32,6 +44,9 @@ class ModelConfig(Leaf):
     served_model_name: tuple[str, ...] = Field((), description="Names clients may use; default: the model as given.")
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
     dtype: Dtype = Field("auto", description="Type of weights and KV cache. auto: the checkpoint's, float32 for GGUF.")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="dummy: random weights of the checkpoint's shapes, for benchmarks; only its config is read."
+    )
     max_model_len: int | None = Field(
         None,
         ge=2,
@@ -39,10 +54,24 @@ class ModelConfig(Leaf):
     )
     chat_template: str | None = Field(None, description="File with a Jinja chat template that replaces the model's.")
 
+    @property
+    def needs_weights(self) -> bool:
+        return self.load_format != "dummy"
+
 
 class CacheConfig(Leaf):
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
-    kv_cache_memory_bytes: int | None = Field(None, ge=1, description="Bytes of the KV cache. CPU default: 1 GiB.")
+    kv_cache_memory_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Bytes of the KV cache. Default: 1 GiB on a CPU, what gpu_memory_utilization leaves on a GPU.",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="Share of a GPU's memory for weights, activations and KV cache together."
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="auto: the model's type. fp8: e4m3 with one scale, half the memory; needs a GPU."
+    )
     num_kv_blocks: int | None = Field(
         None, ge=2, description="Blocks of the KV cache; overrides kv_cache_memory_bytes."
     )
@@ -71,6 +100,14 @@ class WorkerConfig(Leaf):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = Field(
         "auto", description="Attention kernel. A forced one that can't run fails at start."
+    )
+    optimization_level: int = Field(
+        2, ge=0, le=3, description="Preset: 0 no run-ahead, 1 no CUDA graphs, 2 graphs, 3 graphs of more sizes."
+    )
+    cuda_graphs: bool = Field(True, description="Replay decode steps as captured CUDA graphs where the backend can.")
+    cuda_graph_sizes: tuple[int, ...] = Field(
+        (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
+        description="Numbers of sequences to capture decode steps for; one in between is padded.",
     )
     cpu_threads: int | None = Field(None, ge=1, description="Threads of a CPU worker. Default: the cores it may use.")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer.")
@@ -119,10 +156,13 @@ class Config(Leaf):
                 f"max_num_batched_tokens ({sched.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({sched.max_num_seqs}): each running sequence needs one token a step"
             )
-        if worker.device == "cuda":
-            raise ValueError("device cuda is not supported by this version; use cpu or auto")
-        if self.model.dtype == "float16":
-            raise ValueError("dtype float16 needs a GPU, which this version does not support; use bfloat16 or float32")
+        if any(size < 1 for size in worker.cuda_graph_sizes):
+            raise ValueError(f"cuda_graph_sizes must be positive, got {min(worker.cuda_graph_sizes)}")
+        if worker.device == "cpu":
+            if self.model.dtype == "float16":
+                raise ValueError("dtype float16 needs a GPU, and device is cpu; use bfloat16 or float32")
+            if self.cache.kv_cache_dtype == "fp8":
+                raise ValueError("kv_cache_dtype fp8 needs a GPU, and device is cpu; use auto")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(worker, name) != 1:
                 raise ValueError(f"{name} must be 1 in this version; raise num_engine_replicas to use more devices")
@@ -149,6 +189,16 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     start_phases: tuple[tuple[str, float], ...] = ()  # name, seconds, in order
 
 
+def describe_level(config: Config) -> str:
+    """The optimization level and what it and explicit settings came to."""
+    worker = config.worker
+    text = f"-O{worker.optimization_level}: {config.scheduler.run_ahead} steps planned ahead"
+    if worker.device == "cuda":
+        sizes = f"of {len(worker.cuda_graph_sizes)} sizes up to {max(worker.cuda_graph_sizes, default=0)}"
+        text += f", CUDA graphs {sizes if worker.cuda_graphs else 'off'}"
+    return text
+
+
 def leaves() -> dict[str, type[Leaf]]:
     """Leaf name → its class, in the order of the tree."""
     return {name: field.annotation for name, field in Config.model_fields.items() if isinstance(field.annotation, type)}
@@ -158,13 +208,15 @@ def load_config(
     tree: Mapping[str, Any] | str | None = None,
     overrides: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
+    auto_device: Callable[[], Device] = lambda: "cpu",
 ) -> Config:
-    """Build the configuration.
+    """Build the configuration. Its `device` is never "auto".
 
     Args:
         tree: nested mapping {leaf: {field: value}}, or its YAML text; flat {field: value} pairs may be mixed in.
         overrides: flat {field: value}, strongest; None values are skipped.
         environ: environment variables, of which `PAGEDRAY_FIELD_NAME` are read; lists are separated by commas.
+        auto_device: what "auto" stands for; asked only then.
 
     Raises:
         ConfigError: unknown names, bad values, or values that don't go together.
@@ -205,6 +257,13 @@ def load_config(
     for field, value in (overrides or {}).items():
         if value is not None:
             put(field, value, "--" + field.replace("_", "-"))
+    worker = merged["worker"]
+    if worker.get("device", "auto") == "auto":
+        worker["device"] = auto_device()
+    level = str(worker.get("optimization_level", 2)).strip()
+    preset = OPTIMIZATION_LEVELS[int(level)] if level in map(str, OPTIMIZATION_LEVELS) else {}
+    for field, value in ((GPU_DEFAULTS if worker["device"] == "cuda" else {}) | preset).items():
+        merged[owner[field]].setdefault(field, value)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:

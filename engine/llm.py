@@ -22,7 +22,7 @@ import msgspec
 from tqdm import tqdm
 
 from pagedray.engine.checkpoint import open_checkpoint
-from pagedray.engine.config import EMBEDDED_MODEL, EngineFacts, load_config
+from pagedray.engine.config import EMBEDDED_MODEL, Device, EngineFacts, load_config
 from pagedray.engine.engine import Engine
 from pagedray.engine.errors import UserError
 from pagedray.engine.executor import LocalExecutor, StepWorker
@@ -79,14 +79,16 @@ class LLM:
         **settings: Any,
     ):
         unbounded = {"max_queued_requests": UNBOUNDED, "max_queued_tokens": UNBOUNDED}
-        self.config = load_config(overrides={"model": model, **unbounded, **settings})
+        self.config = load_config(overrides={"model": model, **unbounded, **settings}, auto_device=_device)
         if worker_class is None:
             from pagedray.engine.worker.worker import Worker
 
             worker_class = Worker
         if tokenizer is None:
             leaf = self.config.model
-            tokenizer = load_tokenizer(open_checkpoint(leaf.model, leaf.revision), leaf.chat_template)
+            tokenizer = load_tokenizer(
+                open_checkpoint(leaf.model, leaf.revision, leaf.needs_weights), leaf.chat_template
+            )
         self.tokenizer = tokenizer
         worker = worker_class(self.config)
         self.facts: EngineFacts = worker.load()
@@ -274,6 +276,12 @@ class _ChoiceBuilder:
 
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         return tuple(entry for part in self._prompt_logprobs for entry in part.entries)
+
+
+def _device() -> Device:
+    from pagedray.engine.worker.device import find_machine
+
+    return "cuda" if find_machine().num_gpus else "cpu"
 
 
 async def _cancel_others() -> None:

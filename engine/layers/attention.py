@@ -5,24 +5,31 @@ from __future__ import annotations
 from torch import Tensor
 
 from pagedray.engine.layers.layer import Layer
+from pagedray.engine.layers.norm import HeadNorm
+from pagedray.engine.layers.rotary import Rotation
 from pagedray.engine.models.spec import ModelSpec, layer_groups
 from pagedray.engine.worker.forward_context import current_forward
-from pagedray.kernels.paged_attention import paged_attention
 
 
 class PagedAttention(Layer):
-    """Knows which block group and which slot of its pages belong to the layer; everything else is the step's."""
+    """Knows which block group and which slot of its pages belong to the layer; everything else is the step's.
 
-    def __init__(self, layer: int, spec: ModelSpec):
+    Args:
+        norm: of query and key heads, where the model has one.
+    """
+
+    def __init__(self, layer: int, spec: ModelSpec, norm: HeadNorm | None = None):
         super().__init__()
         self.scale, self.softcap = spec.attention_scale, spec.attention_softcap
+        self.norm = norm
         self.group, self.slot = next(
             (index, group.layers.index(layer))
             for index, group in enumerate(layer_groups(spec.windows))
             if layer in group.layers
         )
 
-    def forward(self, qkv: Tensor) -> Tensor:
-        """qkv [T, H + 2K, D], rotated → [T, H * D]."""
+    def forward(self, qkv: Tensor, rotation: Rotation) -> Tensor:
+        """qkv [T, H + 2K, D] as projected → [T, H * D]."""
         step = current_forward()
-        return paged_attention(qkv, step.pages[self.slot], step.plans[self.group], self.scale, self.softcap)
+        plan, pages = step.plans[self.group], step.pages[self.slot]
+        return plan.attend(qkv, pages, rotation, self.norm, self.scale, self.softcap)

@@ -1,12 +1,12 @@
-"""Linear layers, packed once for the CPU's matrix kernels."""
+"""Linear layers, packed once for the CPU's matrix kernels; on a GPU few rows have a kernel of their own."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pagedray.engine.layers.layer import Layer
+from pagedray.kernels.small_linear import small_linear
 
 
 class Linear(Layer):
@@ -22,7 +22,7 @@ class Linear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None:
             assert self.weight is not None
-            return F.linear(x, self.weight, self.bias)
+            return small_linear(x, self.weight, self.bias)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from pagedray.engine.layers.linear import Linear
 from pagedray.engine.layers.norm import HeadNorm, RMSNorm
+from pagedray.engine.layers.rotary import Rotary
 from pagedray.engine.worker.host_memory import use_huge_pages
 
 
@@ -13,7 +14,7 @@ def finish_loading(model: nn.Module) -> None:
     """Let every layer that prepares its weights do so; called once, when all slots are filled."""
     packed = []
     for module in model.modules():
-        if isinstance(module, Linear | RMSNorm | HeadNorm):
+        if isinstance(module, Linear | RMSNorm | HeadNorm | Rotary):
             module.finish_loading()
         if isinstance(module, Linear) and module.packed is not None:
             packed.append(module.packed)

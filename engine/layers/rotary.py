@@ -12,17 +12,35 @@ from pagedray.kernels.rotary import rotate
 
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin of the step's positions, [T, 1, R] each
 
+_TABLE_BYTES = 2**28  # a longer table costs more memory than it saves launches
+
 
 class Rotary(nn.Module):
-    """Angles of a step's positions, computed once for all layers that share a `RopeSpec`."""
+    """Angles of a step's positions, found once for all layers that share a `RopeSpec`.
 
-    def __init__(self, rope: RopeSpec, head_dim: int):
+    A CPU computes them. A GPU, to which ten small launches cost more than a read, looks them up.
+    """
+
+    def __init__(self, rope: RopeSpec, head_dim: int, max_context: int):
         super().__init__()
-        self.attention_factor = rope.attention_factor
+        self.attention_factor, self.max_context = rope.attention_factor, max_context
         self.dtype = torch.get_default_dtype()
         self.frequencies = nn.Buffer(inverse_frequencies(rope, head_dim), persistent=False)
+        self.table: Tensor | None = None  # [max_context, 2, R]
+
+    def finish_loading(self) -> None:
+        size = self.max_context * 4 * len(self.frequencies) * self.dtype.itemsize
+        if self.frequencies.is_cuda and size <= _TABLE_BYTES:
+            positions = torch.arange(self.max_context, device=self.frequencies.device)
+            self.table = torch.cat(self._angles(positions), dim=1)
 
     def forward(self, positions: Tensor) -> Rotation:
+        if self.table is None:
+            return self._angles(positions)
+        found = self.table[positions]
+        return found[:, :1], found[:, 1:]
+
+    def _angles(self, positions: Tensor) -> Rotation:
         angles = torch.outer(positions.float(), self.frequencies).unsqueeze(1)
         cos, sin = angles.cos(), angles.sin()
         if self.attention_factor != 1.0:

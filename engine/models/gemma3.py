@@ -14,7 +14,7 @@ from pagedray.engine.layers.linear import Linear, QKVLinear
 from pagedray.engine.layers.loading import finish_loading
 from pagedray.engine.layers.mlp import GatedMLP
 from pagedray.engine.layers.norm import HeadNorm, RMSNorm
-from pagedray.engine.layers.rotary import Rotary, Rotation, apply_rotary
+from pagedray.engine.layers.rotary import Rotary, Rotation
 from pagedray.engine.models.registry import register_model
 from pagedray.engine.models.spec import ModelSpec
 
@@ -23,17 +23,15 @@ class Gemma3Attention(Layer):
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
         heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.num_rotated = spec.num_heads + spec.num_kv_heads
         self.qkv = QKVLinear(spec.hidden, *heads, spec.attention_bias)
         self.qk_norm = HeadNorm(*heads, spec.norm_eps, zero_centred=True)
-        self.attn = PagedAttention(layer, spec)
+        self.attn = PagedAttention(layer, spec, self.qk_norm)
         self.out = Linear(spec.num_heads * spec.head_dim, spec.hidden, bias=spec.attention_out_bias)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:  # x [T, hidden]
         qkv = self.qkv(x)  # [T, H + 2K, D]
-        self.qk_norm(qkv)
-        apply_rotary(qkv, self.num_rotated, rotation)
-        return self.out(self.attn(qkv))  # [T, hidden]
+        y = self.attn(qkv, rotation)  # heads normed and rotated, then attention: [T, H * D]
+        return self.out(y)  # [T, hidden]
 
 
 class Gemma3Block(Layer):
@@ -57,8 +55,8 @@ class Gemma3ForCausalLM(Layer):
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.embed = Embedding(spec)
-        self.rotary = Rotary(spec.rope, spec.head_dim)
-        self.rotary_local = Rotary(spec.rope_local or spec.rope, spec.head_dim)
+        self.rotary = Rotary(spec.rope, spec.head_dim, spec.max_context)
+        self.rotary_local = Rotary(spec.rope_local or spec.rope, spec.head_dim, spec.max_context)
         self.blocks: Stack[Gemma3Block] = Stack(Gemma3Block(spec, layer) for layer in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, zero_centred=True)
         self.head = Head(spec, self.embed)

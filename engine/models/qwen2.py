@@ -12,7 +12,7 @@ from pagedray.engine.layers.linear import Linear, QKVLinear
 from pagedray.engine.layers.loading import finish_loading
 from pagedray.engine.layers.mlp import GatedMLP
 from pagedray.engine.layers.norm import RMSNorm
-from pagedray.engine.layers.rotary import Rotary, Rotation, apply_rotary
+from pagedray.engine.layers.rotary import Rotary, Rotation
 from pagedray.engine.models.registry import register_model
 from pagedray.engine.models.spec import ModelSpec
 
@@ -20,15 +20,14 @@ from pagedray.engine.models.spec import ModelSpec
 class Qwen2Attention(Layer):
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
-        self.num_rotated = spec.num_heads + spec.num_kv_heads
         self.qkv = QKVLinear(spec.hidden, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_bias)
         self.attn = PagedAttention(layer, spec)
         self.out = Linear(spec.num_heads * spec.head_dim, spec.hidden, bias=spec.attention_out_bias)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:  # x [T, hidden]
         qkv = self.qkv(x)  # [T, H + 2K, D]
-        apply_rotary(qkv, self.num_rotated, rotation)
-        return self.out(self.attn(qkv))  # [T, hidden]
+        y = self.attn(qkv, rotation)  # heads rotated, then attention: [T, H * D]
+        return self.out(y)  # [T, hidden]
 
 
 class Qwen2Block(Layer):
@@ -50,7 +49,7 @@ class Qwen2ForCausalLM(Layer):
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.embed = Embedding(spec)
-        self.rotary = Rotary(spec.rope, spec.head_dim)
+        self.rotary = Rotary(spec.rope, spec.head_dim, spec.max_context)
         self.blocks: Stack[Qwen2Block] = Stack(Qwen2Block(spec, layer) for layer in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden, spec.norm_eps)
         self.head = Head(spec, self.embed)

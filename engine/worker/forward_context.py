@@ -6,10 +6,12 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pagedray.kernels.paged_attention import AttentionPlan
+if TYPE_CHECKING:
+    from pagedray.engine.worker.input_batch import AttentionPlan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ from pagedray.engine.block_pool import capacity_tokens, peak_blocks
 from pagedray.engine.config import CacheConfig, SchedulerConfig
 from pagedray.engine.errors import ConfigError
 from pagedray.engine.models.spec import ModelSpec, layer_groups
-from pagedray.kernels.paged_attention import AttentionPlan, PagedBatch, Workspace, plan_attention
 
 CPU_MEMORY_BYTES = 2**30
 
@@ -43,17 +42,12 @@ class KVCache:
         shape = (num_blocks + 1, 2, spec.num_kv_heads, block_size, spec.head_dim)
         try:
             self.pages = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in groups[0].layers)
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
             gib = len(groups[0].layers) * math.prod(shape) * dtype.itemsize / 2**30
             raise ConfigError(
                 f"the KV cache needs {gib:.1f} GiB for {num_blocks} blocks, which can't be had; "
-                "lower num_kv_blocks or kv_cache_memory_bytes"
+                "lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
             ) from error
-        self._workspace = Workspace(dtype, device)
-
-    def plan(self, group: int, batch: PagedBatch) -> AttentionPlan:
-        assert batch.window == self.windows[group]
-        return plan_attention(batch, self.pages[0], self._workspace)
 
 
 def page_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -62,12 +56,19 @@ def page_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
 
 
 def size_cache(
-    spec: ModelSpec, dtype: torch.dtype, cache: CacheConfig, scheduler: SchedulerConfig, max_model_len: int | None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    max_model_len: int | None,
+    free_bytes: int = CPU_MEMORY_BYTES,
 ) -> CacheSize:
     """Blocks and longest sequence that fit the settings and each other.
 
     Args:
+        dtype: of keys and values as they are stored.
         max_model_len: as configured; None: what model and cache allow.
+        free_bytes: what the cache may take where the settings don't say.
 
     Raises:
         ConfigError: max_model_len exceeds the model's context or what the cache can hold.
@@ -78,7 +79,7 @@ def size_cache(
         raise ConfigError(f"max_model_len is {wanted}, the model's longest context is {spec.max_context}; lower it")
     chunk = min(scheduler.prefill_chunk_tokens or scheduler.max_num_batched_tokens, scheduler.max_num_batched_tokens)
     size = page_bytes(spec, cache.block_size, dtype)
-    memory_bytes = cache.kv_cache_memory_bytes or CPU_MEMORY_BYTES
+    memory_bytes = cache.kv_cache_memory_bytes or free_bytes
     num_blocks = cache.num_kv_blocks or memory_bytes // size - 1
 
     def capacity(limit: int) -> int:

@@ -16,17 +16,24 @@ class RowState:
         num_rows: most sequences that run at once.
         num_groups: block groups, each with a block table per row.
         max_blocks: entries of a block table.
-        device: where sampled tokens stay; block tables are read on the host, to plan a step.
+        device: where sampled tokens stay.
+
+    Attributes:
+        block_tables: for kernels that read them; these fill them too, except for what `take_old_blocks` returns.
+        last_token: by row. Here and in `block_tables` a spare row, the last, belongs to padding.
     """
 
     def __init__(self, num_rows: int, num_groups: int, max_blocks: int, device: torch.device):
+        self.num_rows = num_rows
         self.block_tables_cpu = np.zeros((num_groups, num_rows, max_blocks), dtype=np.int32)
         self.num_blocks_cpu = np.zeros((num_groups, num_rows), dtype=np.int64)
         self.token_ids_cpu: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * num_rows  # known when the row was taken
         self.num_known_cpu = np.zeros(num_rows, dtype=np.int64)
         self.num_prompt_cpu = np.zeros(num_rows, dtype=np.int64)
         self.num_prompt_logprobs: dict[int, int] = {}  # rows that want any → how many alternatives
-        self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [R]: sampled, maybe known only here
+        self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # sampled, maybe known only here
+        self.block_tables = torch.zeros(num_groups, num_rows + 1, max_blocks, dtype=torch.int32, device=device)
+        self._old_blocks: list[NDArray[np.int64]] = []
 
     def apply(self, out: SchedulerOutput) -> None:
         for row in out.freed_rows:
@@ -57,3 +64,11 @@ class RowState:
                 held = self.num_blocks_cpu[group, seq.row]
                 self.block_tables_cpu[group, seq.row, held : held + len(blocks)] = blocks
                 self.num_blocks_cpu[group, seq.row] = held + len(blocks)
+                if held == 0 and seq.start > 0:
+                    first = int(np.ravel_multi_index((group, seq.row, 0), self.block_tables.shape))
+                    self._old_blocks.append(np.array((first + np.arange(len(blocks)), blocks)))
+
+    def take_old_blocks(self) -> NDArray[np.int64] | None:
+        """Blocks that a row began with and that hold tokens of before: flat indices in block_tables, and the blocks."""
+        found, self._old_blocks = self._old_blocks, []
+        return np.concatenate(found, axis=1) if found else None

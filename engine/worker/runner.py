@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from pagedray.engine.messages import PromptLogprobs, RunnerOutput, SchedulerOutput, TokenLogprobs
 from pagedray.engine.models.registry import Model
+from pagedray.engine.worker.attention.flashinfer_backend import FlashInferAttention
+from pagedray.engine.worker.attention.torch_backend import TorchAttention
+from pagedray.engine.worker.attention.triton_backend import TritonAttention
 from pagedray.engine.worker.forward_context import ForwardContext, forward_context
-from pagedray.engine.worker.input_batch import InputBatch, PromptRows
+from pagedray.engine.worker.gpu_sampler import GpuSampler, GpuSamplingState
+from pagedray.engine.worker.graphs import DecodeGraphs
+from pagedray.engine.worker.host_copies import HostCopies
 from pagedray.engine.worker.kv_cache import KVCache
 from pagedray.engine.worker.row_state import RowState
-from pagedray.engine.worker.sampler import SampledTokens, Sampler, SamplingState, prompt_logprobs
+from pagedray.engine.worker.sampler import SampledTokens, Sampler, SamplingState, ScoredTokens, score_tokens
+from pagedray.engine.worker.step_plan import PromptSpan, StepPlan
+from pagedray.engine.worker.upload import upload
 
 _PROMPT_LOGITS_ROWS = 128  # of a long prompt at once: logits are as wide as the vocabulary
 
@@ -20,25 +30,30 @@ class ModelRunner:
     """Owns everything that a step reads and writes.
 
     Args:
-        num_rows: most sequences that run at once.
-        max_model_len: most tokens of one sequence.
+        rows: what outlives steps, by row.
+        attention: plans and computes attention; of the same rows and cache.
     """
 
     def __init__(
         self,
         model: Model,
         cache: KVCache,
-        *,
-        num_rows: int,
-        max_model_len: int,
+        rows: RowState,
+        attention: TorchAttention | TritonAttention | FlashInferAttention,
         vocab_size: int,
-        device: torch.device,
     ):
-        self.model, self.cache, self.device = model, cache, device
-        max_blocks = -(-max_model_len // cache.block_size)
-        self.rows = RowState(num_rows, len(cache.windows), max_blocks, device)
-        self.sampling = SamplingState(num_rows, vocab_size, device)
-        self.sampler = Sampler(self.sampling)
+        self.model, self.cache, self.rows, self.attention = model, cache, rows, attention
+        self.device = rows.last_token.device
+        is_gpu = self.device.type == "cuda"
+        self.sampling = (GpuSamplingState if is_gpu else SamplingState)(rows.num_rows, vocab_size, self.device)
+        self.sampler = (GpuSampler if is_gpu else Sampler)(self.sampling)
+        self._graphs: DecodeGraphs | None = None
+        self._copy_stream = torch.cuda.Stream(self.device) if is_gpu else None
+
+    def capture(self, sizes: tuple[int, ...]) -> None:
+        """Capture decode steps of these numbers of sequences; later steps that fit one are replays."""
+        assert isinstance(self.attention, TritonAttention), f"{self.attention.name} can't be captured"
+        self._graphs = DecodeGraphs(self.model, self.attention, self.cache.pages, sizes)
 
     @torch.inference_mode()
     def run(self, out: SchedulerOutput) -> PendingOutput:
@@ -49,28 +64,49 @@ class ModelRunner:
         for seq in out.added:
             self.sampling.add(seq)
         if not out.scheduled:
-            return PendingOutput(out, (), None, {})
-        batch = InputBatch.gather(self.rows, out, self.cache)
-        with forward_context(ForwardContext(self.cache.pages, batch.plans)):
-            hidden = self.model(batch.token_ids, batch.positions)  # [T, hidden]
-        tokens = self._sample(hidden, batch) if batch.sampled else None
-        prompts = {rows.index: self._score_prompt(hidden, rows) for rows in batch.prompt_rows}
-        return PendingOutput(out, batch.sampled, tokens, prompts)
+            return PendingOutput(out, HostCopies(None), (), None, {})
+        step = StepPlan.of(self.rows, out, by_length=self.attention.wants_by_length)
+        graph = self._graphs.pick(step) if self._graphs else None
+        prompts: dict[int, PromptScores] = {}
+        if graph is not None:
+            tokens: SampledTokens | None = self._sample(graph.replay(step), step)
+        else:
+            batch = self.attention.gather(step)
+            with forward_context(ForwardContext(self.cache.pages, batch.plans)):
+                hidden = self.model(batch.token_ids, batch.positions)  # [T, hidden]
+            last = hidden if batch.sampling_tokens is None else hidden[batch.sampling_tokens]
+            tokens = self._sample(self.model.logits(last), step) if step.sampled else None
+            prompts = {span.index: self._score_prompt(hidden, span) for span in step.prompt_spans}
+        copies = HostCopies(self._copy_stream)
+        tokens = None if tokens is None else tokens.to_host(copies.add)
+        prompts = {index: scores.to_host(copies.add) for index, scores in prompts.items()}
+        return PendingOutput(out, copies.finish(), step.sampled, tokens, prompts)
 
-    def _sample(self, hidden: Tensor, batch: InputBatch) -> SampledTokens:
-        logits = self.model.logits(hidden[batch.sampling_tokens])  # [S, V]
-        sampling = self.sampling.gather(batch.sampling_rows, batch.sampling_positions)
-        tokens = self.sampler.sample(logits, sampling)
-        self.rows.last_token[torch.tensor(batch.sampling_rows, device=self.device)] = tokens.token_ids
+    def _sample(self, logits: Tensor, step: StepPlan) -> SampledTokens:  # logits [S, V]
+        tokens = self.sampler.sample(logits, self.sampling.gather(step.sampling_rows, step.sampling_positions))
+        self.rows.last_token.index_copy_(0, upload(step.sampling_rows, self.device), tokens.token_ids)
         return tokens
 
-    def _score_prompt(self, hidden: Tensor, rows: PromptRows) -> PromptLogprobs:
-        entries: list[TokenLogprobs] = []
-        for part, targets in zip(
-            hidden[rows.tokens].split(_PROMPT_LOGITS_ROWS), rows.targets.split(_PROMPT_LOGITS_ROWS), strict=True
-        ):
-            entries += prompt_logprobs(self.model.logits(part), targets, rows.num_top)
-        return PromptLogprobs(rows.start, tuple(entries))
+    def _score_prompt(self, hidden: Tensor, span: PromptSpan) -> PromptScores:
+        targets = upload(span.targets, self.device)
+        rows = zip(hidden[span.tokens].split(_PROMPT_LOGITS_ROWS), targets.split(_PROMPT_LOGITS_ROWS), strict=True)
+        return PromptScores(
+            span.start, [score_tokens(self.model.logits(part), ids, span.num_top) for part, ids in rows]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities of a sequence's prompt tokens from position `start` on, a part at a time."""
+
+    start: int
+    parts: list[ScoredTokens]
+
+    def to_host(self, copy: Callable[[Tensor], Tensor]) -> PromptScores:
+        return PromptScores(self.start, [part.to_host(copy) for part in self.parts])
+
+    def to_message(self) -> PromptLogprobs:
+        return PromptLogprobs(self.start, tuple(entry for part in self.parts for entry in part.to_messages()))
 
 
 class PendingOutput:
@@ -79,22 +115,33 @@ class PendingOutput:
     def __init__(
         self,
         out: SchedulerOutput,
+        copies: HostCopies,
         sampled: tuple[int, ...],
         tokens: SampledTokens | None,
-        prompts: dict[int, PromptLogprobs],
+        prompts: dict[int, PromptScores],
     ):
-        self._out, self._sampled, self._tokens, self._prompts = out, sampled, tokens, prompts
+        self._out, self._copies = out, copies
+        self._sampled, self._tokens, self._prompts = sampled, tokens, prompts
+        self._result: RunnerOutput | None = None
 
     def wait(self) -> RunnerOutput:
         """The step's result, aligned with its plan; waits until the device is done with it."""
+        if self._result is None:
+            self._copies.wait()
+            self._result = self._message()
+        return self._result
+
+    def _message(self) -> RunnerOutput:
         token_ids = [-1] * len(self._out.scheduled)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
         if self._tokens is not None:
-            for i, (index, token_id) in enumerate(zip(self._sampled, self._tokens.token_ids.tolist(), strict=True)):
-                token_ids[index], logprobs[index] = token_id, self._tokens.logprobs(i)
+            sampled, scored = self._tokens.to_messages()
+            for i, (index, token_id) in enumerate(zip(self._sampled, sampled, strict=True)):
+                token_ids[index], logprobs[index] = token_id, scored.get(i)
+        prompts = {index: scores.to_message() for index, scores in self._prompts.items()}
         return RunnerOutput(
             step=self._out.step,
             token_ids=tuple(token_ids),
             logprobs=tuple(logprobs) if any(entry is not None for entry in logprobs) else (),
-            prompt_logprobs=tuple(map(self._prompts.get, range(len(token_ids)))) if self._prompts else (),
+            prompt_logprobs=tuple(map(prompts.get, range(len(token_ids)))) if prompts else (),
         )

@@ -10,12 +10,13 @@ rows, or a preemption. Temperatures below 1e-5 are greedy, as in vLLM: the divis
 Logits that are not numbers don't fail the step. In a row whose maximum is not finite, NaN and -inf count as -1e30 and
 +inf as 1e30: without one usable logit it gets its lowest allowed id (greedy) or any of them (sampling), and its
 neighbours notice nothing.
+
+gpu_sampler.py does all this on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,32 +38,49 @@ from pagedray.kernels.logit_edits import edit_logits
 from pagedray.kernels.logprobs import Logprobs, token_logprobs
 from pagedray.kernels.sampling import greedy, sample_all, sample_min_p, sample_top_k, sample_top_p
 
-__all__ = ["SampledTokens", "Sampler", "SamplingBatch", "SamplingState", "prompt_logprobs"]
+__all__ = ["SampledTokens", "Sampler", "SamplingBatch", "SamplingState", "ScoredTokens", "score_tokens"]
 
 HUGE = 1e30  # finite in float32 even after division by the smallest temperature
 LOWEST_LOGPROB = -9999.0  # instead of -inf, which JSON doesn't have
 
 
+class ScoredTokens:
+    """Log-probabilities of some tokens: [N], each with num_top alternatives. They lie where they were computed."""
+
+    def __init__(self, targets: Tensor, num_top: list[int], found: Logprobs):
+        self._targets, self._num_top, self._found = targets, num_top, found
+
+    def to_host(self, copy: Callable[[Tensor], Tensor]) -> ScoredTokens:
+        """The same, made by `copy`, which may still be under way when it returns."""
+        return ScoredTokens(copy(self._targets), self._num_top, Logprobs(*map(copy, self._found)))
+
+    def to_messages(self) -> list[TokenLogprobs]:
+        """Of tensors on the host, whose copies are done."""
+        found = self._found
+        logprobs = found.logprob.clamp(min=LOWEST_LOGPROB).tolist()
+        ranks, top_ids = found.rank.tolist(), found.top_ids.tolist()
+        top_logprobs = found.top_logprobs.clamp(min=LOWEST_LOGPROB).tolist()
+        return [
+            TokenLogprobs(target, logprobs[i], ranks[i], tuple(top_ids[i][:k]), tuple(top_logprobs[i][:k]))
+            for i, (target, k) in enumerate(zip(self._targets.tolist(), self._num_top, strict=True))
+        ]
+
+
 class SampledTokens:
-    """Tokens of one step, on the device until somebody looks at logprobs."""
+    """Tokens of one step; like ScoredTokens, on the device or copied to the host."""
 
-    def __init__(self, token_ids: Tensor, num_logprobs: tuple[int | None, ...], logprobs: Logprobs | None):
+    def __init__(self, token_ids: Tensor, asked: list[int], scores: ScoredTokens | None):
         self.token_ids = token_ids  # [S] int64
-        self._num_logprobs = num_logprobs
-        self._logprobs = logprobs  # of the rows that asked, in their order
+        self._asked, self._scores = asked, scores  # rows that asked for logprobs, and those of their tokens
 
-    def logprobs(self, i: int) -> TokenLogprobs | None:
-        """Row i's log-probabilities; None when it didn't ask. The first call waits for the device."""
-        return self._entries.get(i)
+    def to_host(self, copy: Callable[[Tensor], Tensor]) -> SampledTokens:
+        """The same, made by `copy`, which may still be under way when it returns."""
+        return SampledTokens(copy(self.token_ids), self._asked, self._scores and self._scores.to_host(copy))
 
-    @cached_property
-    def _entries(self) -> dict[int, TokenLogprobs]:
-        if self._logprobs is None:
-            return {}
-        asked = {i: k for i, k in enumerate(self._num_logprobs) if k is not None}
-        token_ids = self.token_ids.tolist()
-        entries = _to_messages([token_ids[i] for i in asked], self._logprobs, list(asked.values()))
-        return dict(zip(asked, entries, strict=True))
+    def to_messages(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """Of tensors on the host, whose copies are done: token ids, and by row the log-probabilities asked for."""
+        entries = self._scores.to_messages() if self._scores else []
+        return self.token_ids.tolist(), dict(zip(self._asked, entries, strict=True))
 
 
 class Sampler:
@@ -91,11 +109,9 @@ class Sampler:
             tokens[group.at] = chosen
             if group.penalised is not None:
                 self.state.history.count(group.penalised.slots, chosen[group.penalised.at])
-        asked = [(i, k) for i, k in enumerate(batch.num_logprobs) if k is not None]
-        logprobs = None
-        if asked:
-            logprobs = _logprobs(logits, [i for i, _ in asked], tokens, max(k for _, k in asked))
-        return SampledTokens(tokens, batch.num_logprobs, logprobs)
+        asked = {i: k for i, k in enumerate(batch.num_logprobs) if k is not None}
+        scores = _score(logits, [*asked], tokens, [*asked.values()]) if asked else None
+        return SampledTokens(tokens, [*asked], scores)
 
     def _edited(self, z: Tensor, group: Group) -> Tensor:
         if group.edits is None and group.penalised is None:
@@ -112,13 +128,15 @@ class Sampler:
 
 
 @torch.inference_mode()
-def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> list[TokenLogprobs]:
+def score_tokens(logits: Tensor, targets: Tensor, k: int) -> ScoredTokens:
     """Log-probabilities of known tokens: logits [N, V] at the positions before them, targets [N]."""
-    if not len(targets):
-        return []
+    num_top = [k] * len(targets)
+    if logits.device.type == "cuda":
+        return ScoredTokens(targets, num_top, token_logprobs(logits, targets, k))
+    if not num_top:
+        return ScoredTokens(targets, [], Logprobs(*[targets] * 4))
     with one_thread(logits.device):
-        found = _logprobs(logits, range(len(targets)), targets, k)
-    return _to_messages(targets.tolist(), found, [k] * len(targets))
+        return _score(logits, range(len(targets)), targets, num_top)
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -153,21 +171,12 @@ def _usable(logits: Tensor) -> Tensor:
     return z
 
 
-def _logprobs(logits: Tensor, rows: Sequence[int], targets: Tensor, k: int) -> Logprobs:
+def _score(logits: Tensor, rows: Sequence[int], targets: Tensor, num_top: list[int]) -> ScoredTokens:
     """Of some rows, a few at a time: memory beyond the logits stays the same however many there are."""
     step = max_rows(logits.shape[1], logits.device)
-    parts = []
+    parts, scored = [], []
     for first in range(0, len(rows), step):
         at = rows_at(rows[first : first + step], logits.device)
-        parts.append(token_logprobs(_usable(logits[at]), targets[at], k))
-    return Logprobs(*(torch.cat(field) for field in zip(*parts, strict=True)))
-
-
-def _to_messages(targets: list[int], found: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
-    logprobs = found.logprob.clamp(min=LOWEST_LOGPROB).tolist()
-    ranks, top_ids = found.rank.tolist(), found.top_ids.tolist()
-    top_logprobs = found.top_logprobs.clamp(min=LOWEST_LOGPROB).tolist()
-    return [
-        TokenLogprobs(target, logprobs[i], ranks[i], tuple(top_ids[i][:k]), tuple(top_logprobs[i][:k]))
-        for i, (target, k) in enumerate(zip(targets, num_top, strict=True))
-    ]
+        scored.append(targets[at])
+        parts.append(token_logprobs(_usable(logits[at]), scored[-1], max(num_top)))
+    return ScoredTokens(torch.cat(scored), num_top, Logprobs(*(torch.cat(field) for field in zip(*parts, strict=True))))

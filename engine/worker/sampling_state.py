@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedray.engine.messages import NewSeq, SamplingParams
-from pagedray.engine.worker.token_history import TokenHistory
+from pagedray.engine.worker.token_history import Slots, TokenHistory
 from pagedray.kernels.philox import uniform
 
 MIN_TEMPERATURE = 1e-5
@@ -73,7 +73,7 @@ class Edits:
 @dataclass(frozen=True)
 class Penalised:
     at: Tensor  # [E] int64 rows of the group's logits
-    slots: list[int]  # in the token history
+    slots: Slots  # in the token history
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ class SamplingBatch:
 
 
 class SamplingState:
-    """Sampling parameters and token histories of all rows."""
+    """Sampling parameters of all rows, on the host, and token histories, on the device."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
         self.vocab_size, self.device = vocab_size, device
-        self.floats = torch.zeros((num_rows, 6), dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.floats = torch.zeros((num_rows, 6), dtype=torch.float32)
+        self.top_k = torch.zeros(num_rows, dtype=torch.int64)
         self.history = TokenHistory(device)
         self.rows: list[Row | None] = [None] * num_rows
 
@@ -128,8 +128,8 @@ class SamplingState:
             min_tokens=p.min_tokens,
             early=early,
             late=late,
-            bias_ids=torch.tensor(list(biases), dtype=torch.int64, device=self.device),
-            bias=torch.tensor(list(biases.values()), dtype=torch.float32, device=self.device),
+            bias_ids=torch.tensor(list(biases), dtype=torch.int64),
+            bias=torch.tensor(list(biases.values()), dtype=torch.float32),
             has_penalties=has_penalties,
             num_logprobs=p.logprobs,
         )
@@ -147,7 +147,7 @@ class SamplingState:
 
     @torch.inference_mode()
     def gather(self, rows: Sequence[int], positions: Sequence[int]) -> SamplingBatch:
-        """Inputs of one step.
+        """Inputs of one step on a CPU.
 
         Args:
             rows: the rows that sample, in the order of the logits.
@@ -164,7 +164,7 @@ class SamplingState:
             numbers = self._uniform(used, positions, members) if method != "greedy" else np.zeros(len(members))
             for first in range(0, len(members), step):
                 part = members[first : first + step]
-                index = torch.tensor([rows[i] for i in part], device=self.device)
+                index = torch.tensor([rows[i] for i in part])
                 groups.append(
                     Group(
                         method=method,
@@ -172,7 +172,7 @@ class SamplingState:
                         at=rows_at(part, self.device),
                         floats=self.floats[index],
                         top_k=self.top_k[index],
-                        u=torch.from_numpy(numbers[first : first + step]).to(self.device),
+                        u=torch.from_numpy(numbers[first : first + step]),
                         edits=self._edits([used[i] for i in part], [positions[i] for i in part]),
                         penalised=self._penalised([rows[i] for i in part]),
                     )
@@ -203,7 +203,7 @@ class SamplingState:
         return RowIds(None, self._ids(early)), RowIds(None, self._ids(bad))
 
     def _ids(self, ids: Iterable[int] = ()) -> Tensor:
-        return torch.tensor(sorted(ids), dtype=torch.int64, device=self.device)
+        return torch.tensor(sorted(ids), dtype=torch.int64)
 
     def _edits(self, used: list[Row], positions: list[int]) -> Edits | None:
         keep_rows: list[int] = []

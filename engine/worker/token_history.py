@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pagedray.kernels.penalties import apply_penalties
+from pagedray.engine.worker.upload import upload, upload_all
+from pagedray.kernels.penalties import apply_penalties, count_tokens
 
 FIRST_SLOTS = 4
 FIRST_WIDTH = 256
+
+
+class Slots(NamedTuple):
+    """Of some rows, in their order."""
+
+    numbers: list[int]
+    at: Tensor  # the same on the device, int64
 
 
 class TokenHistory:
@@ -47,21 +57,28 @@ class TokenHistory:
         self._widen(len(counts))
         self.ids[slot, 0] = self.counts[slot, 0] = 0  # what an empty history shows: token 0, never counted
         self.num_unique[slot] = len(counts)
-        self.ids[slot, : len(counts)] = torch.tensor(list(counts), dtype=torch.int64)
-        self.counts[slot, : len(counts)] = torch.tensor(list(counts.values()), dtype=torch.int32)
+        if counts:
+            known = np.array([*counts.items()]).T
+            ids, numbers = upload_all((known[0], known[1].astype(np.int32)), self.device)
+            self.ids[slot, : len(counts)] = ids
+            self.counts[slot, : len(counts)] = numbers
 
     def free(self, row: int) -> None:
         slot = self._slots.pop(row, None)
         if slot is not None:
             self._free.append(slot)
 
-    def slots(self, rows: Sequence[int]) -> list[int]:
+    def slots(self, rows: Sequence[int]) -> Slots:
+        numbers = self.slot_numbers(rows)
+        return Slots(numbers, upload(numbers, self.device, torch.int64))
+
+    def slot_numbers(self, rows: Sequence[int]) -> list[int]:
         return [self._slots[row] for row in rows]
 
-    def penalise(self, logits: Tensor, at: Tensor, slots: list[int], penalties: Tensor) -> None:
+    def penalise(self, logits: Tensor, at: Tensor, slots: Slots, penalties: Tensor) -> None:
         """Change rows `at` of logits; penalties [E, 3] float32: repetition, presence, frequency."""
-        width = max(1, max(self._bounds[slot] for slot in slots))
-        index = torch.tensor(slots, device=self.device)
+        width = max(1, max(self._bounds[slot] for slot in slots.numbers))
+        index = slots.at
         apply_penalties(
             logits,
             at,
@@ -71,24 +88,13 @@ class TokenHistory:
             *penalties.unbind(1),
         )
 
-    def count(self, slots: list[int], tokens: Tensor) -> None:
+    def count(self, slots: Slots, tokens: Tensor) -> None:
         """Add one output token [E] to each slot."""
-        for slot in slots:
+        for slot in slots.numbers:
             self._bounds[slot] += 1
-        width = max(self._bounds[slot] for slot in slots)
+        width = max(self._bounds[slot] for slot in slots.numbers)
         self._widen(width)
-        index = torch.tensor(slots, device=self.device)
-        num_unique = self.num_unique[index].unsqueeze(1)
-        column = torch.arange(width, device=self.device)
-        token = tokens.unsqueeze(1)
-        is_same = (self.ids[index, :width] == token) & (column < num_unique)
-        is_new = ~is_same.any(1, keepdim=True)
-        is_next = is_new & (column == num_unique)
-        ids = torch.where(is_next, token, self.ids[index, :width])
-        counts = torch.where(is_next, 1, self.counts[index, :width] + is_same)
-        self.ids[index, :width] = ids
-        self.counts[index, :width] = counts.to(torch.int32)
-        self.num_unique[index] += is_new.squeeze(1)
+        count_tokens(self.ids[:, :width], self.counts[:, :width], self.num_unique, slots.at, tokens)
 
     def _add_slots(self, number: int) -> None:
         first = len(self._bounds)

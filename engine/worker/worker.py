@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
@@ -15,30 +15,30 @@ import torch
 from pagedray.engine.checkpoint import Checkpoint, open_checkpoint
 from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.errors import ConfigError, EngineDead
-from pagedray.engine.messages import NewSeq, RunnerOutput, SamplingParams, ScheduledSeq, SchedulerOutput
+from pagedray.engine.messages import RunnerOutput, SchedulerOutput
 from pagedray.engine.models.parse import model_spec
 from pagedray.engine.models.registry import build_model
 from pagedray.engine.models.spec import ModelSpec
 from pagedray.engine.text.tokenizer import load_tokenizer
+from pagedray.engine.worker.assemble import Assembly
 from pagedray.engine.worker.backend import choose_backend, choose_device, choose_dtype
+from pagedray.engine.worker.device import find_machine, memory_for
 from pagedray.engine.worker.host_memory import keep_freed_memory
-from pagedray.engine.worker.kv_cache import CacheSize, KVCache, size_cache
-from pagedray.engine.worker.runner import ModelRunner
-from pagedray.engine.worker.weights import load_weights
+from pagedray.engine.worker.runner import ModelRunner, PendingOutput
+from pagedray.engine.worker.weights import fill_with_noise, load_weights
 
 log = logging.getLogger(__name__)
 
 _KEPT_RESULTS = 8  # more than steps may be in flight, so that an answer that got lost can be asked for again
-_WARM_UP_TOKENS = 64
 
 
 class Worker:
-    """Steps run in one thread, which stands for a GPU's stream: a planned step starts when the one before it ends."""
+    """Steps are queued on the device by one thread. On a CPU, which has no queue, that thread computes them."""
 
     def __init__(self, config: Config, rank: int = 0):
         self.config, self.rank = config, rank
         self._stream = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagedray-worker")
-        self._steps: dict[int, Future[RunnerOutput]] = {}  # the last few, oldest first
+        self._steps: dict[int, Future[PendingOutput]] = {}  # the last few, oldest first
         self._failure: Exception | None = None
         self._runner: ModelRunner
 
@@ -61,7 +61,7 @@ class Worker:
             return
         if last is not None and out.step != last + 1:
             raise ValueError(f"step {out.step} was submitted after step {last}: the steps between are lost")
-        self._steps[out.step] = self._stream.submit(self._compute, out)
+        self._steps[out.step] = self._stream.submit(self._launch, out)
         self._steps.pop(out.step - _KEPT_RESULTS, None)
 
     def result(self, step: int) -> RunnerOutput:
@@ -73,61 +73,78 @@ class Worker:
         if step not in self._steps:
             raise LookupError(f"step {step} is not among those kept: {list(self._steps)}")
         try:
-            return self._steps[step].result()
+            pending = self._steps[step].result()
         except CancelledError:
             raise EngineDead("the worker was closed") from None
+        with self._failures_of(step):
+            return pending.wait()
 
     def close(self) -> None:
         """Finish the step that runs, drop those that wait. Safe to call twice."""
         self._stream.shutdown(wait=True, cancel_futures=True)
 
-    def _compute(self, out: SchedulerOutput) -> RunnerOutput:
+    def _launch(self, out: SchedulerOutput) -> PendingOutput:
         if self._failure is not None:  # rows and pages are in an unknown state
             raise EngineDead(f"an earlier step failed: {self._failure!r}")
+        with self._failures_of(out.step):
+            return self._runner.run(out)
+
+    @contextlib.contextmanager
+    def _failures_of(self, step: int) -> Iterator[None]:
+        """A GPU tells of a step's failure when it is waited for, or while a later one is queued."""
         try:
-            return self._runner.run(out).wait()
+            yield
         except Exception as error:
-            self._failure = error
-            log.exception("step failed step=%d sequences=%d", out.step, len(out.scheduled))
+            if self._failure is None:
+                self._failure = error
+                log.exception("step failed step=%d", step)
             raise
 
     def _load(self, on_phase: Callable[[str, float], None]) -> EngineFacts:
         phases = _Phases(on_phase)
-        config = self.config
-        device = torch.device(choose_device(config.worker.device))
+        config, machine = self.config, find_machine()
+        device = torch.device(choose_device(config.worker.device, machine))
         torch.set_num_threads(config.worker.cpu_threads or len(os.sched_getaffinity(0)))
-        checkpoint = open_checkpoint(config.model.model, config.model.revision)
+        checkpoint = open_checkpoint(config.model.model, config.model.revision, config.model.needs_weights)
         spec = model_spec(checkpoint)
         dtype_name = choose_dtype(config.model.dtype, spec.dtype, device.type)
         dtype: torch.dtype = getattr(torch, dtype_name)
-        backend, reason = choose_backend(device.type, dtype_name, spec.head_dim, config.worker.attention_backend)
-        size = size_cache(spec, dtype, config.cache, config.scheduler, config.model.max_model_len)
+        kv_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else dtype
+        backend, reason = choose_backend(
+            machine, device.type, _name(kv_dtype), spec.head_dim, config.worker.attention_backend
+        )
         phases.end("read configuration")
 
-        model = build_model(spec, dtype, device)
-        load_weights(model, checkpoint, device)
-        phases.end("load weights")
-        model.finish_loading()
+        with memory_for("the weights", "use a smaller model, a narrower dtype or more GPUs"):
+            model = build_model(spec, dtype, device)
+            if config.model.load_format == "dummy":
+                fill_with_noise(model, device)
+            else:
+                load_weights(model, checkpoint, device)
+            phases.end("load weights")
+            model.finish_loading()
         phases.end("pack weights")
 
-        cache = KVCache(spec, size.num_blocks, config.cache.block_size, dtype, device)
-        self._runner = ModelRunner(
-            model,
-            cache,
-            num_rows=config.scheduler.max_num_seqs,
-            max_model_len=size.max_model_len,
-            vocab_size=spec.vocab_size,
-            device=device,
-        )
+        parts = Assembly(model, spec, device, dtype, kv_dtype, backend, config)
+        with memory_for("a step", "lower max_num_batched_tokens or max_num_seqs"):
+            size = parts.size()
+        if device.type == "cuda":
+            phases.end("measure memory")
+        self._runner = parts.runner(size)
         phases.end("allocate kv cache")
-        for out in _warm_up_steps(size, len(cache.windows), cache.block_size, config.scheduler.max_num_batched_tokens):
+        for out in parts.made_up_steps(size).everything(device.type == "cuda"):
             self._runner.run(out).wait()
         phases.end("warm up")
+        if sizes := parts.graph_sizes():
+            with memory_for("decode graphs", "lower gpu_memory_utilization, give fewer cuda_graph_sizes"):
+                self._runner.capture(sizes)
+            phases.end("capture graphs")
         log.info(
             "worker ready model=%s dtype=%s threads=%d blocks=%d gib=%.2f tokens=%d attention=%s (%s)",
             *(checkpoint.name, dtype_name, torch.get_num_threads()),
             *(size.num_blocks, size.total_bytes / 2**30, size.capacity_tokens, backend, reason),
         )
+        cache = self._runner.cache
         return EngineFacts(
             model_names=config.model.served_model_name or (config.model.model,),
             vocab_size=spec.vocab_size,
@@ -145,6 +162,10 @@ class Worker:
             engine_id=secrets.token_hex(8),
             start_phases=tuple(phases.ended),
         )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _eos_ids(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[int, ...]:
@@ -168,20 +189,3 @@ class _Phases:
         self.ended.append((name, now_s - self._began_s))
         self._on_phase(*self.ended[-1])
         self._began_s = now_s
-
-
-def _warm_up_steps(size: CacheSize, num_groups: int, block_size: int, max_tokens: int) -> list[SchedulerOutput]:
-    """A prompt and a token after it, through everything that a real step touches; frees what it took."""
-    num_prompt = min(_WARM_UP_TOKENS, max_tokens, size.max_model_len - 1)
-    num_blocks = -(-(num_prompt + 1) // block_size)
-    # A small pool's blocks may occur twice in a table: the values don't matter, and nobody looks for them later.
-    blocks = tuple(1 + i % size.num_blocks for i in range(num_blocks))
-    params = SamplingParams(max_tokens=2, seed=0, temperature=0.0)
-    new = NewSeq("warm-up", 0, (0,) * num_prompt, num_prompt, params, ())
-    prompt = ScheduledSeq("warm-up", 0, 0, num_prompt, True, (blocks,) * num_groups)
-    token = ScheduledSeq("warm-up", 0, num_prompt, 1, True, ((),) * num_groups)
-    return [
-        SchedulerOutput(-3, (new,), (prompt,), ()),
-        SchedulerOutput(-2, (), (token,), ()),
-        SchedulerOutput(-1, (), (), (0,)),
-    ]

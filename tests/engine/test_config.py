@@ -1,13 +1,25 @@
 """The configuration tree: where values come from, and what is refused."""
 
+from typing import NoReturn
+
 import pytest
 
-from pagedray.engine.config import Config, leaves, load_config
+from pagedray.engine.config import (
+    GPU_DEFAULTS,
+    OPTIMIZATION_LEVELS,
+    Config,
+    WorkerConfig,
+    describe_level,
+    leaves,
+    load_config,
+)
 from pagedray.engine.errors import ConfigError
+
+ON_A_CPU = Config(worker=WorkerConfig(device="cpu"))
 
 
 def test_defaults_need_nothing() -> None:
-    assert load_config() == Config()
+    assert load_config() == ON_A_CPU
 
 
 def test_the_stronger_source_wins() -> None:
@@ -42,7 +54,7 @@ def test_variables_that_kubernetes_makes_for_a_service_are_not_settings() -> Non
         "PAGEDRAY_HEAD_SVC_SERVICE_PORT_DASHBOARD": "8265",
         "PAGEDRAY_HOST": "",
     }
-    assert load_config(environ=environ) == Config()
+    assert load_config(environ=environ) == ON_A_CPU
 
 
 @pytest.mark.parametrize(
@@ -56,8 +68,10 @@ def test_variables_that_kubernetes_makes_for_a_service_are_not_settings() -> Non
         ({}, {"block_size": 0}, {}, "cache.block_size"),
         ({}, {"max_num_seqs": 9, "max_num_batched_tokens": 8}, {}, r"max_num_batched_tokens \(8\).*max_num_seqs \(9\)"),
         ({}, {"tensor_parallel_size": 2}, {}, "tensor_parallel_size must be 1"),
-        ({}, {"device": "cuda"}, {}, "device cuda is not supported"),
         ({}, {"dtype": "float16"}, {}, "dtype float16 needs a GPU"),
+        ({}, {"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype fp8 needs a GPU"),
+        ({}, {"optimization_level": 4}, {}, "worker.optimization_level"),
+        ({}, {"cuda_graph_sizes": (0, 4)}, {}, "cuda_graph_sizes must be positive, got 0"),
         ({}, {"step_timeout_s": float("inf")}, {}, "step_timeout_s"),
         ({}, {}, {"PAGEDRAY_PORT": "["}, "server.port"),
         ({}, {}, {"PAGEDRAY_MAX_NUM_SEQ": "3"}, "did you mean PAGEDRAY_MAX_NUM_SEQS"),
@@ -66,6 +80,42 @@ def test_variables_that_kubernetes_makes_for_a_service_are_not_settings() -> Non
 def test_what_is_refused_is_named(tree: object, overrides: dict[str, object], environ: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=message):
         load_config(tree, overrides, environ)  # type: ignore[arg-type]
+
+
+def test_a_gpu_has_defaults_of_its_own() -> None:
+    config = load_config(auto_device=lambda: "cuda")
+    assert config.worker.device == "cuda"
+    fields = {**config.scheduler.model_dump(), **config.worker.model_dump()}
+    assert {name: fields[name] for name in GPU_DEFAULTS} == GPU_DEFAULTS
+    assert load_config(overrides={"max_num_seqs": 7}, auto_device=lambda: "cuda").scheduler.max_num_seqs == 7
+
+
+def test_a_device_that_is_given_is_not_looked_for() -> None:
+    def look() -> NoReturn:
+        raise AssertionError("looked")
+
+    for device in ("cpu", "cuda"):
+        assert load_config(overrides={"device": device}, auto_device=look).worker.device == device
+    assert load_config(overrides={"device": "cuda", "dtype": "float16"}).model.dtype == "float16"
+
+
+@pytest.mark.parametrize("level", OPTIMIZATION_LEVELS)
+def test_a_level_is_a_preset_that_explicit_settings_override(level: int) -> None:
+    config = load_config(environ={"PAGEDRAY_OPTIMIZATION_LEVEL": str(level)}, auto_device=lambda: "cuda")
+    fields = {**config.scheduler.model_dump(), **config.worker.model_dump()}
+    assert fields["optimization_level"] == level
+    assert {name: fields[name] for name in OPTIMIZATION_LEVELS[level]} == OPTIMIZATION_LEVELS[level]
+    explicit = load_config(overrides={"optimization_level": level, "run_ahead": 4, "cuda_graphs": True})
+    assert (explicit.scheduler.run_ahead, explicit.worker.cuda_graphs) == (4, True)
+
+
+def test_a_level_is_told_with_what_came_of_it() -> None:
+    assert describe_level(load_config()) == "-O2: 2 steps planned ahead"
+    told = describe_level(load_config(overrides={"cuda_graph_sizes": (1, 8)}, auto_device=lambda: "cuda"))
+    assert told == "-O2: 3 steps planned ahead, CUDA graphs of 2 sizes up to 8"
+    assert describe_level(load_config(overrides={"device": "cuda", "optimization_level": 0})) == (
+        "-O0: 1 steps planned ahead, CUDA graphs off"
+    )
 
 
 def test_field_names_are_unique_over_the_tree() -> None:

@@ -46,7 +46,7 @@ def test_rotation_equals_that_of_transformers(rope: RopeSpec, head_dim: int, par
     heads = qkv.transpose(0, 1)[None]
     expected, _ = apply_rotary_pos_emb(heads, heads, cos, sin)
     before = qkv.clone()
-    apply_rotary(qkv, 3, Rotary(rope, head_dim)(positions))
+    apply_rotary(qkv, 3, Rotary(rope, head_dim, 64)(positions))
     torch.testing.assert_close(qkv[:, :3], expected[0].transpose(0, 1)[:, :3], rtol=1e-6, atol=1e-6)
     assert torch.equal(qkv[:, 3:], before[:, 3:])
 
@@ -54,7 +54,7 @@ def test_rotation_equals_that_of_transformers(rope: RopeSpec, head_dim: int, par
 def test_only_part_of_a_head_may_turn() -> None:
     qkv = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
     whole, part = qkv.clone(), qkv.clone()
-    apply_rotary(part, 2, Rotary(RopeSpec(100.0, partial=0.5), 8)(torch.arange(3)))
-    apply_rotary(whole[..., :4], 2, Rotary(RopeSpec(100.0), 4)(torch.arange(3)))
+    apply_rotary(part, 2, Rotary(RopeSpec(100.0, partial=0.5), 8, 64)(torch.arange(3)))
+    apply_rotary(whole[..., :4], 2, Rotary(RopeSpec(100.0), 4, 64)(torch.arange(3)))
     assert torch.equal(part, whole)
     assert torch.equal(part[..., 4:], qkv[..., 4:])

@@ -94,9 +94,12 @@ class Rows:
     """A sampler and the sequences that hold its rows."""
 
     def __init__(self, num_rows: int, vocab: int = VOCAB):
-        self.state = SamplingState(num_rows, vocab, CPU)
-        self.sampler = Sampler(self.state)
+        self.state, self.sampler = self._make(num_rows, vocab)
         self.held: dict[int, ReferenceSequence] = {}
+
+    def _make(self, num_rows: int, vocab: int) -> tuple[SamplingState, Sampler]:
+        state = SamplingState(num_rows, vocab, CPU)
+        return state, Sampler(state)
 
     def add(self, row: int, seq: ReferenceSequence) -> None:
         self.state.add(seq.new_seq(row))
@@ -107,7 +110,8 @@ class Rows:
         return self.held.pop(row)
 
     def sample(self, logits: torch.Tensor, rows: list[int]) -> SampledTokens:
-        return self.sampler.sample(logits, self.state.gather(rows, [self.held[row].position for row in rows]))
+        batch = self.state.gather(rows, [self.held[row].position for row in rows])
+        return self.sampler.sample(logits.to(self.state.device), batch)
 
 
 def sample_one(logits: list[float], seq: ReferenceSequence) -> int:

@@ -13,7 +13,11 @@ from pagedray.engine.messages import NewSeq, RunnerOutput, SamplingParams, Sched
 from pagedray.engine.models.parse import model_spec
 from pagedray.engine.models.registry import Model, build_model
 from pagedray.engine.models.spec import ModelSpec
+from pagedray.engine.worker.attention.flashinfer_backend import FlashInferAttention
+from pagedray.engine.worker.attention.torch_backend import TorchAttention
+from pagedray.engine.worker.attention.triton_backend import TritonAttention
 from pagedray.engine.worker.kv_cache import KVCache
+from pagedray.engine.worker.row_state import RowState
 from pagedray.engine.worker.runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -110,8 +114,8 @@ def spec_of(reference: Any) -> ModelSpec:
     return model_spec(Checkpoint("tiny", Path("tiny"), "safetensors", config, {}))
 
 
-def our_model(reference: Any, dtype: torch.dtype = torch.float32) -> Model:
-    model = build_model(spec_of(reference), dtype, CPU)
+def our_model(reference: Any, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Model:
+    model = build_model(spec_of(reference), dtype, device)
     stored = reference.state_dict()
     with torch.no_grad():
         for name, slot in model.weight_slots().items():
@@ -120,16 +124,26 @@ def our_model(reference: Any, dtype: torch.dtype = torch.float32) -> Model:
     return model
 
 
-def make_runner(reference: Any, dtype: torch.dtype = torch.float32, num_rows: int = 12) -> ModelRunner:
+def make_runner(
+    reference: Any,
+    dtype: torch.dtype = torch.float32,
+    num_rows: int = 12,
+    *,
+    backend: str = "torch",
+    device: torch.device = CPU,
+    kv_dtype: torch.dtype | None = None,
+) -> ModelRunner:
     spec = spec_of(reference)
-    return ModelRunner(
-        our_model(reference, dtype),
-        KVCache(spec, NUM_BLOCKS, BLOCK_SIZE, dtype, CPU),
-        num_rows=num_rows,
-        max_model_len=spec.max_context,
-        vocab_size=spec.vocab_size,
-        device=CPU,
-    )
+    cache = KVCache(spec, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, device)
+    rows = RowState(num_rows, len(cache.windows), -(-spec.max_context // BLOCK_SIZE), device)
+    attention: TorchAttention | TritonAttention | FlashInferAttention
+    if backend == "torch":
+        attention = TorchAttention(cache, rows)
+    elif backend == "triton":
+        attention = TritonAttention(cache, rows, spec.num_heads, dtype, 1.0, num_sms=8)
+    else:
+        attention = FlashInferAttention(cache, rows, spec, dtype, 1.0)
+    return ModelRunner(our_model(reference, dtype, device), cache, rows, attention, spec.vocab_size)
 
 
 @torch.no_grad()

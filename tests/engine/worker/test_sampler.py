@@ -327,10 +327,10 @@ def test_large_vocabularies_are_taken_a_few_rows_at_a_time():
     batch = rows.state.gather(list(range(num_rows)), [1] * num_rows)
     assert [group.at for group in batch.groups] == [slice(0, 5), slice(5, 10), slice(10, 11)]
     logits = torch.stack([step_logits(str(row), 1, vocab) for row in range(num_rows)])
-    found = rows.sampler.sample(logits, batch)
+    token_ids, logprobs = rows.sampler.sample(logits, batch).to_messages()
     for row in (0, 5, 10):
-        rows.held[row].check_and_append(logits[row].numpy(), found.token_ids[row].item())
-        assert found.logprobs(row).token_id == found.token_ids[row].item()
+        rows.held[row].check_and_append(logits[row].numpy(), token_ids[row])
+        assert logprobs[row].token_id == token_ids[row]
 
 
 def test_an_empty_batch():

@@ -50,9 +50,9 @@ def test_broken_rows_do_not_touch_their_neighbours(settings, dtype):
             rows.add(row, ReferenceSequence(params(seed=hash_seed(name, 0), **settings), [1, 2], STOP_IDS))
         logits = torch.stack([(broken | sound)[name] for name in names]).to(dtype)
         before = logits.clone()
-        found = rows.sample(logits, list(range(len(names))))
+        token_ids, logprobs = rows.sample(logits, list(range(len(names)))).to_messages()
         torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
-        return {name: (found.token_ids[i].item(), found.logprobs(i)) for i, name in enumerate(names)}
+        return {name: (token_ids[i], logprobs.get(i)) for i, name in enumerate(names)}
 
     together, alone = run(mixed), run(list(sound))
     assert {name: together[name] for name in sound} == alone

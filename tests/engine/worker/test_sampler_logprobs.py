@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pagedray.engine.messages import TokenLogprobs
 from pagedray.engine.worker import sampler as sampler_module
-from pagedray.engine.worker.sampler import prompt_logprobs
+from pagedray.engine.worker.sampler import score_tokens
 from tests.engine.worker.sampling_reference import (
     STOP_IDS,
     VOCAB,
@@ -45,13 +45,13 @@ def test_logprobs_are_of_the_raw_distribution_for_the_rows_that_asked(dtype):
     for row, k in enumerate(asked):
         rows.add(row, ReferenceSequence(params(seed=row, logprobs=k, **changes), [5, 6], STOP_IDS))
     logits = torch.stack([step_logits(str(row), 0, dtype=dtype) for row in range(len(asked))])
-    found = rows.sample(logits, list(range(len(asked))))
+    token_ids, found = rows.sample(logits, list(range(len(asked)))).to_messages()
     for row, k in enumerate(asked):
         if k is None:
-            assert found.logprobs(row) is None
+            assert row not in found
         else:
             z = logits[row].float().numpy()
-            assert_logprobs(found.logprobs(row), expected_logprobs(z, found.token_ids[row].item(), k))
+            assert_logprobs(found[row], expected_logprobs(z, token_ids[row], k))
 
 
 def test_nothing_is_computed_for_logprobs_that_nobody_asked_for(monkeypatch):
@@ -69,13 +69,13 @@ def test_prompt_logprobs_in_chunks_of_any_size(num, rows_at_once, k, seed):
     targets = torch.randint(0, VOCAB, (num,), generator=generator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler_module, "max_rows", lambda vocab, device: rows_at_once)
-        found = prompt_logprobs(logits, targets, k)
+        found = score_tokens(logits, targets, k).to_messages()
     assert len(found) == num
     for i, entry in enumerate(found):
         assert_logprobs(entry, expected_logprobs(logits[i].float().numpy(), int(targets[i]), k))
 
 
 def test_impossible_tokens_have_a_finite_logprob():
-    (entry,) = prompt_logprobs(torch.tensor([[0.0, -inf, 0.0]]), torch.tensor([1]), 3)
+    (entry,) = score_tokens(torch.tensor([[0.0, -inf, 0.0]]), torch.tensor([1]), 3).to_messages()
     assert entry.logprob == -9999.0 and entry.rank == 3
     assert entry.top_ids == (0, 2, 1) and entry.top_logprobs[2] == -9999.0

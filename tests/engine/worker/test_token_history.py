@@ -9,7 +9,7 @@ CPU = torch.device("cpu")
 
 
 def contents(history: TokenHistory, row: int) -> dict[int, int]:
-    (slot,) = history.slots([row])
+    (slot,) = history.slot_numbers([row])
     used = int(history.num_unique[slot])
     ids = history.ids[slot, :used].tolist()
     assert len(set(ids)) == used

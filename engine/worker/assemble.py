@@ -1,0 +1,103 @@
+"""Puts a rank's parts together: cache, rows, attention backend and runner around a loaded model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from pagedray.engine.config import Config
+from pagedray.engine.models.registry import Model
+from pagedray.engine.models.spec import ModelSpec, layer_groups
+from pagedray.engine.worker.attention.flashinfer_backend import FlashInferAttention
+from pagedray.engine.worker.attention.torch_backend import TorchAttention
+from pagedray.engine.worker.attention.triton_backend import TritonAttention
+from pagedray.engine.worker.device import free_for_cache
+from pagedray.engine.worker.kv_cache import CacheSize, KVCache, page_bytes, size_cache
+from pagedray.engine.worker.row_state import RowState
+from pagedray.engine.worker.runner import ModelRunner
+from pagedray.engine.worker.warm_up import MadeUpSteps
+
+FP8_KV_SCALE = 1.0
+_GRAPH_BYTES = 512 * 2**20  # of captured graphs, beside their logits: activations of the largest, and the driver's
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    model: Model
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype  # of keys and values as they are stored
+    backend: str
+    config: Config
+
+    def size(self) -> CacheSize:
+        """Of the KV cache; on a GPU measured, which computes made-up steps.
+
+        Raises:
+            ConfigError: memory and settings don't go together.
+        """
+        config = self.config
+        settings = self.kv_dtype, config.cache, config.scheduler, config.model.max_model_len
+        if self.device.type == "cpu":
+            return size_cache(self.spec, *settings)
+        return size_cache(
+            self.spec,
+            *settings,
+            free_for_cache(
+                self.device, config.cache.gpu_memory_utilization, self._graph_bytes(), self._run_widest_steps
+            ),
+        )
+
+    def runner(self, size: CacheSize) -> ModelRunner:
+        config = self.config
+        cache = KVCache(self.spec, size.num_blocks, config.cache.block_size, self.kv_dtype, self.device)
+        max_blocks = -(-size.max_model_len // cache.block_size)
+        rows = RowState(config.scheduler.max_num_seqs, len(cache.windows), max_blocks, self.device)
+        return ModelRunner(self.model, cache, rows, self._attention(cache, rows), self.spec.vocab_size)
+
+    def made_up_steps(self, size: CacheSize) -> MadeUpSteps:
+        scheduler = self.config.scheduler
+        return MadeUpSteps(
+            size,
+            len(layer_groups(self.spec.windows)),
+            self.config.cache.block_size,
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
+        )
+
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Numbers of sequences to capture decode steps for; none where graphs are off or can't be."""
+        worker, most = self.config.worker, self.config.scheduler.max_num_seqs
+        if not worker.cuda_graphs or self.device.type == "cpu" or self.backend != "triton":
+            return ()
+        sizes = {size for size in worker.cuda_graph_sizes if size < most}
+        larger = [size for size in worker.cuda_graph_sizes if size >= most]
+        return tuple(sorted(sizes | ({most} if larger else set())))
+
+    def _attention(self, cache: KVCache, rows: RowState) -> TorchAttention | TritonAttention | FlashInferAttention:
+        if self.backend == "torch":
+            return TorchAttention(cache, rows)
+        if self.backend == "flashinfer":
+            return FlashInferAttention(cache, rows, self.spec, self.dtype, self._kv_scale)
+        num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return TritonAttention(cache, rows, self.spec.num_heads, self.dtype, self._kv_scale, num_sms)
+
+    @property
+    def _kv_scale(self) -> float:
+        return FP8_KV_SCALE
+
+    def _graph_bytes(self) -> int:
+        sizes = self.graph_sizes()
+        return sum(sizes) * self.spec.vocab_size * self.dtype.itemsize + (_GRAPH_BYTES if sizes else 0)
+
+    def _run_widest_steps(self) -> None:
+        """With a cache of a few blocks, which all sequences share."""
+        block_size, config = self.config.cache.block_size, self.config
+        longest = min(config.model.max_model_len or self.spec.max_context, config.scheduler.max_num_batched_tokens + 1)
+        num_blocks = -(-longest // block_size)
+        size = CacheSize(num_blocks, page_bytes(self.spec, block_size, self.kv_dtype), longest, longest)
+        runner = self.runner(size)
+        for out in self.made_up_steps(size).widest():
+            runner.run(out).wait()

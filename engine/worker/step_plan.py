@@ -1,0 +1,118 @@
+"""One step on the host: which tokens of which rows, in the order in which they lie in the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagedray.engine.messages import SchedulerOutput
+from pagedray.engine.worker.row_state import RowState
+
+LAST_SAMPLE = -1  # in token_ids: what the row sampled last, which the device alone may know
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSpan:
+    """Where to find the log-probabilities of a sequence's prompt tokens start … start + len(targets) - 1."""
+
+    index: int  # in SchedulerOutput.scheduled
+    start: int
+    tokens: slice  # of the batch: their logits are about the targets
+    targets: NDArray[np.int64]  # [N]
+    num_top: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """Sequences with one token come first, whatever their order in the scheduler's plan: attention wants them so.
+
+    Attributes:
+        sampled: index in SchedulerOutput.scheduled of each sequence that samples, in that order.
+        sampling_tokens: the token of the batch that each of them samples after.
+        sampling_positions: of the token to be sampled.
+    """
+
+    row: NDArray[np.int64]  # [S]
+    start: NDArray[np.int64]  # [S]: position of the first token
+    query_start: NDArray[np.int64]  # [S + 1]: first token of each sequence in the batch
+    lengths: NDArray[np.int64]  # [S]: tokens of each sequence, this step's included
+    num_decoding: int  # sequences with one token
+    positions: NDArray[np.int64]  # [T]
+    token_ids: NDArray[np.int64]  # [T]
+    sampled: tuple[int, ...]
+    sampling_rows: tuple[int, ...]
+    sampling_positions: tuple[int, ...]
+    sampling_tokens: NDArray[np.int64]
+    prompt_spans: tuple[PromptSpan, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.row)
+
+    @property
+    def token_rows(self) -> NDArray[np.int64]:
+        """[T]: the row of each token."""
+        return self.row if self.num_tokens == self.num_seqs else np.repeat(self.row, np.diff(self.query_start))
+
+    @staticmethod
+    def of(rows: RowState, out: SchedulerOutput, by_length: bool) -> StepPlan:
+        """
+        Args:
+            by_length: order sequences with one token by length; else as they are in `out`.
+        """
+        plan = np.array([(seq.row, seq.start, seq.num_tokens, seq.samples) for seq in out.scheduled], dtype=np.int64)
+        is_chunk = plan[:, 2] > 1
+        num_decoding = len(plan) - int(is_chunk.sum())
+        if by_length or num_decoding < len(plan):
+            key = np.where(is_chunk, np.iinfo(np.int64).max, plan[:, 1] if by_length else 0)
+            order = np.argsort(key, kind="stable")
+        else:
+            order = np.arange(len(plan))
+        row, start, num_tokens, _ = plan[order].T
+        query_start = np.concatenate([[0], np.cumsum(num_tokens)])
+        last_token = np.empty(len(order), dtype=np.int64)
+        last_token[order] = query_start[1:] - 1
+        samples = np.flatnonzero(plan[:, 3])
+        return StepPlan(
+            row=row,
+            start=start,
+            query_start=query_start,
+            lengths=start + num_tokens,
+            num_decoding=num_decoding,
+            positions=np.arange(query_start[-1]) + np.repeat(start - query_start[:-1], num_tokens),
+            token_ids=_token_ids(rows, row, start, query_start),
+            sampled=tuple(samples.tolist()),
+            sampling_rows=tuple(plan[samples, 0].tolist()),
+            sampling_positions=tuple((plan[samples, 1] + plan[samples, 2]).tolist()),
+            sampling_tokens=last_token[samples],
+            prompt_spans=_prompt_spans(rows, out, last_token) if rows.num_prompt_logprobs else (),
+        )
+
+
+def _token_ids(
+    rows: RowState, row: NDArray[np.int64], start: NDArray[np.int64], query_start: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    token_ids = np.full(int(query_start[-1]), LAST_SAMPLE, dtype=np.int64)
+    for i in np.flatnonzero(start < rows.num_known_cpu[row]):
+        first, last = query_start[i : i + 2]
+        token_ids[first:last] = rows.token_ids_cpu[row[i]][start[i] : start[i] + last - first]
+    return token_ids
+
+
+def _prompt_spans(rows: RowState, out: SchedulerOutput, last_token: NDArray[np.int64]) -> tuple[PromptSpan, ...]:
+    """The logits at position p are about the token at p + 1; what follows the prompt is sampled, not scored."""
+    found = []
+    for index, seq in enumerate(out.scheduled):
+        num_top = rows.num_prompt_logprobs.get(seq.row)
+        end = min(seq.start + seq.num_tokens, int(rows.num_prompt_cpu[seq.row]) - 1)
+        if num_top is not None and seq.start < end:
+            first = int(last_token[index]) - seq.num_tokens + 1
+            targets = rows.token_ids_cpu[seq.row][seq.start + 1 : end + 1]
+            found.append(PromptSpan(index, seq.start + 1, slice(first, first + end - seq.start), targets, num_top))
+    return tuple(found)
