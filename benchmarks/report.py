@@ -8,12 +8,15 @@ The ratio is above 1 when ours is better. `correct` is yes, no, or what was comp
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from importlib.metadata import version
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 WIDTHS = (26, 34, 18, 30, 8)
 
@@ -26,7 +29,7 @@ def row(
     op: str,
     case: str,
     ours: float,
-    baseline: float,
+    baseline: float | None,
     baseline_name: str,
     *,
     unit: str,
@@ -34,17 +37,22 @@ def row(
     correct: str = "yes",
     goal: float | None = None,
     spread: float | None = None,
+    details: Mapping[str, object] | None = None,
+    json_lines: Path | None = None,
 ) -> None:
     """Print one row and its JSON line.
 
     Args:
-        ours, baseline: medians, in `unit`.
+        ours, baseline: medians, in `unit`; without a baseline the row has no ratio.
         goal: the ratio that this row should reach, if there is one.
         spread: (max - min) / median of our rounds.
+        details: more for the JSON line.
+        json_lines: a file to append the JSON line to.
     """
-    ratio = ours / baseline if higher_is_better else baseline / ours
-    verdict = "" if goal is None else f"  goal {goal:g}x {'met' if ratio >= goal else 'MISSED'}"
-    _line(op, case, f"{ours:.4g} {unit}", f"{baseline:.4g} {unit} {baseline_name}", f"{ratio:.2f}x", correct + verdict)
+    ratio = None if baseline is None else ours / baseline if higher_is_better else baseline / ours
+    verdict = "" if goal is None or ratio is None else f"  goal {goal:.3g}x {'met' if ratio >= goal else 'MISSED'}"
+    beside = "-" if baseline is None else f"{baseline:.4g} {unit} {baseline_name}"
+    _line(op, case, f"{ours:.4g} {unit}", beside, "-" if ratio is None else f"{ratio:.2f}x", correct + verdict)
     record = {
         "op": op,
         "case": case,
@@ -52,16 +60,45 @@ def row(
         "baseline": baseline,
         "baseline_name": baseline_name,
         "unit": unit,
-        "ratio": round(ratio, 4),
+        "ratio": None if ratio is None else round(ratio, 4),
         "goal": goal,
         "spread": spread,
         "correct": correct,
         "date": time.strftime("%Y-%m-%d"),
+        **_surroundings(),
+        "gpu": _gpu(),
+        **(details or {}),
+    }
+    line = json.dumps(record)
+    print(line, flush=True)
+    if json_lines is not None:
+        json_lines.parent.mkdir(parents=True, exist_ok=True)
+        with json_lines.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+@functools.cache
+def _surroundings() -> dict[str, object]:
+    return {
         "machine": platform.machine(),
         "python": platform.python_version(),
-        "torch": version("torch"),
+        "torch": _version("torch"),
+        "triton": _version("triton"),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
     }
-    print(json.dumps(record), flush=True)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpu() -> str | None:
+    """Its name, where this process uses torch and there is one."""
+    torch = sys.modules.get("torch")
+    return str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_available() else None
 
 
 def alternate(

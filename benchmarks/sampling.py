@@ -105,9 +105,7 @@ class Ours:
 
     def __call__(self, logits: Tensor) -> list[int]:
         batch = self.state.gather(self.rows, [self.position] * len(self.rows))
-        found = self.sampler.sample(logits, batch)
-        found.logprobs(0)
-        return found.token_ids.tolist()
+        return self.sampler.sample(logits, batch).to_messages()[0]
 
 
 def correct(case: Case, params: SamplingParams, logits: Tensor, history: Tensor) -> bool:
