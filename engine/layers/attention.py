@@ -22,6 +22,7 @@ class PagedAttention(Layer):
         super().__init__()
         self.scale, self.softcap = spec.attention_scale, spec.attention_softcap
         self.norm = norm
+        self.is_last = layer == spec.num_layers - 1
         self.group, self.slot = next(
             (index, group.layers.index(layer))
             for index, group in enumerate(layer_groups(spec.windows))
@@ -29,7 +30,12 @@ class PagedAttention(Layer):
         )
 
     def forward(self, qkv: Tensor, rotation: Rotation) -> Tensor:
-        """qkv [T, H + 2K, D] as projected → [T, H * D]."""
+        """qkv [T, H + 2K, D] as projected → [T, H * D]; of the last layer, the rows of `wanted`."""
         step = current_forward()
         plan, pages = step.plans[self.group], step.pages[self.slot]
-        return plan.attend(qkv, pages, rotation, self.norm, self.scale, self.softcap)
+        return self.wanted(plan.attend(qkv, pages, rotation, self.norm, self.scale, self.softcap))
+
+    def wanted(self, x: Tensor) -> Tensor:
+        """Behind the last layer's attention nothing mixes tokens: those that nobody asks for end here."""
+        wanted = current_forward().wanted
+        return x[wanted] if self.is_last and wanted is not None else x

@@ -16,6 +16,14 @@ class Layer(nn.Module):
         return y
 
 
+class Block(nn.Module):
+    """One layer of a decoder's stack: maps what the stack carries, a tensor to add and the residual."""
+
+    def __call__(self, *args: Any) -> tuple[Tensor, Tensor]:
+        y: tuple[Tensor, Tensor] = self.forward(*args)
+        return y
+
+
 B = TypeVar("B", bound=nn.Module)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagedray.engine.layers.attention import PagedAttention
 from pagedray.engine.layers.embedding import Embedding, Head
-from pagedray.engine.layers.layer import Layer, Stack
+from pagedray.engine.layers.layer import Block, Layer, Stack
 from pagedray.engine.layers.linear import Linear, QKVLinear
 from pagedray.engine.layers.loading import finish_loading
 from pagedray.engine.layers.mlp import GatedMLP
@@ -34,7 +34,7 @@ class Gemma3Attention(Layer):
         return self.out(y)  # [T, hidden]
 
 
-class Gemma3Block(Layer):
+class Gemma3Block(Block):
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
         self.is_local = spec.windows[layer] is not None
@@ -44,10 +44,11 @@ class Gemma3Block(Layer):
         self.attn = Gemma3Attention(spec, layer)
         self.mlp = GatedMLP(spec)
 
-    def forward(self, x: Tensor, residual: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """x: what the block before leaves to add to the residual, which is updated in place."""
         x = self.after_attn_norm(self.attn(self.attn_norm(x, residual), rotation))
-        return self.after_mlp_norm(self.mlp(self.mlp_norm(x, residual)))
+        residual = self.attn.attn.wanted(residual)
+        return self.after_mlp_norm(self.mlp(self.mlp_norm(x, residual))), residual
 
 
 @register_model("Gemma3ForCausalLM")
@@ -66,7 +67,7 @@ class Gemma3ForCausalLM(Layer):
         residual = torch.zeros_like(x)
         rotation, rotation_local = self.rotary(positions), self.rotary_local(positions)
         for block in self.blocks:
-            x = block(x, residual, rotation_local if block.is_local else rotation)
+            x, residual = block(x, residual, rotation_local if block.is_local else rotation)
         return self.norm(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagedray.engine.layers.attention import PagedAttention
 from pagedray.engine.layers.embedding import Embedding, Head
-from pagedray.engine.layers.layer import Layer, Stack
+from pagedray.engine.layers.layer import Block, Layer, Stack
 from pagedray.engine.layers.linear import Linear, QKVLinear
 from pagedray.engine.layers.loading import finish_loading
 from pagedray.engine.layers.mlp import GatedMLP
@@ -31,7 +31,7 @@ class Qwen3Attention(Layer):
         return self.out(y)  # [T, hidden]
 
 
-class Qwen3Block(Layer):
+class Qwen3Block(Block):
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
         self.attn_norm = RMSNorm(spec.hidden, spec.norm_eps)
@@ -39,10 +39,11 @@ class Qwen3Block(Layer):
         self.mlp_norm = RMSNorm(spec.hidden, spec.norm_eps)
         self.mlp = GatedMLP(spec)
 
-    def forward(self, x: Tensor, residual: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """x: what the block before leaves to add to the residual, which is updated in place."""
         x = self.attn(self.attn_norm(x, residual), rotation)
-        return self.mlp(self.mlp_norm(x, residual))
+        residual = self.attn.attn.wanted(residual)
+        return self.mlp(self.mlp_norm(x, residual)), residual
 
 
 @register_model("Qwen3ForCausalLM")
@@ -60,7 +61,7 @@ class Qwen3ForCausalLM(Layer):
         residual = torch.zeros_like(x)
         rotation = self.rotary(positions)
         for block in self.blocks:
-            x = block(x, residual, rotation)
+            x, residual = block(x, residual, rotation)
         return self.norm(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:

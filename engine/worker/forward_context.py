@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class ForwardContext:
     pages: Sequence[Tensor]  # per slot of a page: [num_blocks, 2, K, block_size, D]
     plans: Sequence[AttentionPlan]  # per block group
+    wanted: Tensor | None = None  # tokens that go on behind the last attention; None: all
 
 
 # A context variable and not a global: several workers may run in threads of one process.

@@ -39,4 +39,4 @@ class InputBatch:
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     plans: tuple[AttentionPlan, ...]  # per block group
-    sampling_tokens: Tensor | None  # [S] int64: the token of the batch that each samples after; None: all, in order
+    wanted: Tensor | None  # int64: tokens whose hidden states are wanted; None: all

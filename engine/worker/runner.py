@@ -72,9 +72,9 @@ class ModelRunner:
             tokens: SampledTokens | None = self._sample(graph.replay(step), step)
         else:
             batch = self.attention.gather(step)
-            with forward_context(ForwardContext(self.cache.pages, batch.plans)):
-                hidden = self.model(batch.token_ids, batch.positions)  # [T, hidden]
-            last = hidden if batch.sampling_tokens is None else hidden[batch.sampling_tokens]
+            with forward_context(ForwardContext(self.cache.pages, batch.plans, batch.wanted)):
+                hidden = self.model(batch.token_ids, batch.positions)  # [T or wanted, hidden]
+            last = hidden[upload(step.sampling_tokens, self.device)] if step.prompt_spans else hidden
             tokens = self._sample(self.model.logits(last), step) if step.sampled else None
             prompts = {span.index: self._score_prompt(hidden, span) for span in step.prompt_spans}
         copies = HostCopies(self._copy_stream)

@@ -56,6 +56,13 @@ class StepPlan:
         return len(self.row)
 
     @property
+    def wanted_tokens(self) -> NDArray[np.int64] | None:
+        """Whose hidden states are wanted, in the order of `sampled`; one at least. None: all, as they lie."""
+        if self.prompt_spans or np.array_equal(self.sampling_tokens, np.arange(self.num_tokens)):
+            return None
+        return self.sampling_tokens if self.sampled else np.zeros(1, np.int64)
+
+    @property
     def token_rows(self) -> NDArray[np.int64]:
         """[T]: the row of each token."""
         return self.row if self.num_tokens == self.num_seqs else np.repeat(self.row, np.diff(self.query_start))

@@ -55,13 +55,11 @@ class TokenHistory:
             counts.setdefault(token_id, 0)
         self._bounds[slot] = len(counts)
         self._widen(len(counts))
-        self.ids[slot, 0] = self.counts[slot, 0] = 0  # what an empty history shows: token 0, never counted
-        self.num_unique[slot] = len(counts)
-        if counts:
-            known = np.array([*counts.items()]).T
-            ids, numbers = upload_all((known[0], known[1].astype(np.int32)), self.device)
-            self.ids[slot, : len(counts)] = ids
-            self.counts[slot, : len(counts)] = numbers
+        known = np.array([*counts.items()] or [(0, 0)]).T  # an empty history shows token 0, never counted
+        ids, numbers, unique = upload_all((known[0], known[1].astype(np.int32), np.array([len(counts)])), self.device)
+        self.ids[slot, : len(ids)] = ids
+        self.counts[slot, : len(ids)] = numbers
+        self.num_unique[slot : slot + 1] = unique
 
     def free(self, row: int) -> None:
         slot = self._slots.pop(row, None)

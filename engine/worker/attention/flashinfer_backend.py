@@ -91,9 +91,10 @@ class FlashInferAttention:
 
     def gather(self, step: StepPlan) -> InputBatch:
         """The step's tensors."""
-        arrays = [*self._tokens.arrays(step, step.num_tokens), step.sampling_tokens]
+        wanted = step.wanted_tokens
+        arrays = [*self._tokens.arrays(step, step.num_tokens), *([] if wanted is None else [wanted])]
         parts = unpack(upload(pack(arrays), self._device), [len(array) for array in arrays])
-        token_ids, positions, slots = self._tokens.begin(parts[:-1])
+        token_ids, positions, slots = self._tokens.begin(parts[: self._tokens.num_arrays])
         n = step.num_decoding
         plans = []
         for group, window in enumerate(self._windows):
@@ -117,7 +118,7 @@ class FlashInferAttention:
                     **self._how,
                 )
             plans.append(FlashInferPlan(slots[group], n, decode, prefill, self._kv_scale))
-        return InputBatch(token_ids, positions, tuple(plans), parts[-1].long())
+        return InputBatch(token_ids, positions, tuple(plans), None if wanted is None else parts[-1].long())
 
     def _pages(self, step: StepPlan, group: int, seqs: slice) -> tuple[Tensor, Tensor, Tensor]:
         """What pages sequences have, as the wrappers want it: first of each, all in one list, tokens in the last."""

@@ -58,7 +58,7 @@ class TorchAttention:
             token_ids=self._token_ids(step),
             positions=upload(step.positions, self._device),
             plans=tuple(TorchPlan(plan_attention(batch, self._cache.pages[0], self._workspace)) for batch in batches),
-            sampling_tokens=upload(step.sampling_tokens, self._device),
+            wanted=None if (wanted := step.wanted_tokens) is None else upload(wanted, self._device),
         )
 
     def _token_ids(self, step: StepPlan) -> Tensor:

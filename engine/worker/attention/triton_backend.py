@@ -74,7 +74,7 @@ class Layout:
     num_decoding: int
     num_items: int = 0  # of the decoding sequences' work, per block group
     num_tile_ints: int = 0  # of the prefilling ones', for all groups
-    num_sampling: int = 0  # 0: every token samples, in order
+    num_wanted: int = 0  # tokens whose hidden states are wanted; 0: all
 
 
 class TritonAttention:
@@ -134,7 +134,7 @@ class TritonAttention:
         """The tensors in a step's integers; queues the kernel that completes them on the device."""
         arrays, num_groups = unpack(ints, self._sizes(layout)), len(self._windows)
         token_ids, positions, slots = self._tokens.begin(arrays[: self._tokens.num_arrays])
-        *decodes, tile_ints, sampling = arrays[self._tokens.num_arrays :]
+        *decodes, tile_ints, wanted = arrays[self._tokens.num_arrays :]
         assert len(decodes) == num_groups
         prefill = None if tiles is None else PrefillPlan.of(tiles, tile_ints, self._tile_queries)
         size = layout.num_decoding, layout.num_items
@@ -150,13 +150,13 @@ class TritonAttention:
             )
             for group, window in enumerate(self._windows)
         )
-        return InputBatch(token_ids, positions, plans, sampling.long() if layout.num_sampling else None)
+        return InputBatch(token_ids, positions, plans, wanted.long() if layout.num_wanted else None)
 
     def _sizes(self, layout: Layout) -> list[int]:
-        """Of the arrays in order: the tokens', a decode plan per group, prefill tiles, sampling tokens."""
+        """Of the arrays in order: the tokens', a decode plan per group, prefill tiles, wanted tokens."""
         tokens = [layout.num_tokens] * self._tokens.num_arrays
         decode = plan_size(layout.num_decoding, layout.num_items) if layout.num_decoding else 0
-        return [*tokens, *[decode] * len(self._windows), layout.num_tile_ints, layout.num_sampling]
+        return [*tokens, *[decode] * len(self._windows), layout.num_tile_ints, layout.num_wanted]
 
     def _pack(self, step: StepPlan, size: int) -> tuple[Layout, Ints, Ints | None]:
         """A step's integers, padded up to `size` tokens, and among them those of the prefilling sequences.
@@ -175,11 +175,10 @@ class TritonAttention:
         if num_chunks:
             chunks = slice(step.num_decoding, None)
             tiles = plan_prefill(step.row[chunks], step.query_start[chunks], step.lengths[chunks], self._tile_queries)
-        all_sample = num_chunks == 0 and len(step.sampled) == step.num_seqs
-        sampling = step.sampling_tokens[:0] if all_sample else step.sampling_tokens
         none = np.zeros(0, np.int32)
-        ints = pack([*self._tokens.arrays(step, size), *decodes, none if tiles is None else tiles, sampling])
-        layout = Layout(size, num_decoding, num_items, 0 if tiles is None else len(tiles), len(sampling))
+        wanted = none if step.wanted_tokens is None else step.wanted_tokens
+        ints = pack([*self._tokens.arrays(step, size), *decodes, none if tiles is None else tiles, wanted])
+        layout = Layout(size, num_decoding, num_items, 0 if tiles is None else len(tiles), len(wanted))
         return layout, ints, tiles
 
     def _num_items(self, num_seqs: int) -> int:

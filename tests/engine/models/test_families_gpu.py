@@ -51,7 +51,7 @@ PARAMS = [
     GenerationParams(max_tokens=12, seed=6, top_p=0.8, ignore_eos=True),
     GenerationParams(max_tokens=12, seed=7, top_k=20, min_p=0.05, ignore_eos=True),
     GenerationParams(max_tokens=12, seed=8, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
-    GenerationParams(max_tokens=12, seed=9, logit_bias={5: 3.0, 6: -100.0}, min_tokens=4),
+    GenerationParams(max_tokens=12, seed=9, logit_bias=((5, 3.0), (6, -100.0)), min_tokens=4),
     GenerationParams(max_tokens=12, temperature=0.0, bad_token_ids=(7, 8), logprobs=3, prompt_logprobs=1),
     GenerationParams(max_tokens=12, seed=11, allowed_token_ids=(10, 11, 12, 13), n=2),
     GenerationParams(max_tokens=12, temperature=0.0, ignore_eos=True),
@@ -75,6 +75,7 @@ def test_seeded_sampling_gives_the_tokens_of_the_cpu(run_ahead: int) -> None:
         assert [e.logprob for e in a.prompt_logprobs] == pytest.approx([e.logprob for e in b.prompt_logprobs], abs=2e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_steps_wait_for_nothing_and_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the start: every kernel was compiled, and no step makes the host wait for the device."""
     import triton

@@ -183,6 +183,7 @@ def test_no_rows_and_rows_without_a_sequence(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_the_host_never_waits():
     device = torch.device("cuda")
 

@@ -86,8 +86,8 @@ def test_single_tokens_come_first_by_length_and_results_follow_the_plan() -> Non
     assert step.sampling_rows == (1, 2, 3)
     assert step.sampling_positions == (11, 5, 3)
     assert step.sampling_tokens.tolist() == [1, 0, 7]
-    assert batch.sampling_tokens is not None
-    assert batch.sampling_tokens.tolist() == [1, 0, 7]
+    assert batch.wanted is not None
+    assert batch.wanted.tolist() == [1, 0, 7]
     # slots of keys, then values: block * 2 * block_size + offset (one head)
     keys, values = kernel(batch.plans[0]).slots.view(-1, 2).T
     assert keys.tolist() == [8 * block + offset for block, offset in [(7, 0), (5, 2), (2, 0), (2, 1), (2, 2)]] + [
@@ -114,6 +114,21 @@ def test_a_plan_per_group() -> None:
     assert kernel(batch.plans[0]).chunks[0].mask is None
     assert kernel(batch.plans[1]).chunks[0].mask is not None
     assert (step.sampled, len(step.sampling_tokens)) == ((), 0)
+    assert batch.wanted is not None
+    assert batch.wanted.tolist() == [0]  # a stack of no rows at all would be a case of its own
+
+
+def test_whose_hidden_states_are_wanted() -> None:
+    bench = Bench()
+    one, two = (
+        (new(0, range(6)), part(0, 0, 6, True, 1, 2)),
+        (new(1, range(9), prompt_logprobs=0), part(1, 0, 9, True, 3, 4, 5)),
+    )
+    step, _ = bench.gather((one[0],), one[1])
+    assert step.wanted_tokens is not None
+    assert step.wanted_tokens.tolist() == [5]
+    assert bench.gather((two[0],), two[1])[0].wanted_tokens is None  # its prompt is scored
+    assert bench.gather((), part(0, 6, 1, True), part(1, 9, 1, True))[0].wanted_tokens is None  # all, in order
 
 
 def test_which_logits_are_about_the_prompt() -> None:
