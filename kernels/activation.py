@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagedray.kernels.case import Case
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, tl, triton
 
 _BLOCK = 1024  # columns: 16 bytes of bf16 for each thread of four warps
 
@@ -76,10 +76,11 @@ def gelu_tanh_and_mul_triton(x: Tensor) -> Tensor:
 def _launch(x: Tensor, is_gelu: bool) -> Tensor:
     size = x.shape[-1] // 2
     assert x.dim() == 2 and x.stride(1) == 1
-    y = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
-    num_blocks = -(-size // _BLOCK)
+    num_tokens, num_blocks = x.shape[0], -(-size // _BLOCK)
+    y = x.new_empty(num_tokens, size)
     if y.numel():
-        _act_and_mul[(len(x) * num_blocks,)](x, y, x.stride(0), size, num_blocks, IS_GELU=is_gelu, BLOCK=_BLOCK)
+        args = x, y, x.stride(0), size, num_blocks
+        launch(_act_and_mul, (num_tokens * num_blocks,), args, {"IS_GELU": is_gelu, "BLOCK": _BLOCK})
     return y
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pagedray.kernels.case import Case
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, tl, triton
 
 _BLOCK = 2048  # words of 4 bytes
 
@@ -53,7 +53,8 @@ def copy_blocks_triton(pages: Sequence[Tensor], pairs: Tensor) -> None:
         words = page.view(torch.int32)
         size = words[0].numel()
         num_parts = -(-size // _BLOCK)
-        _copy_blocks[(len(pairs) * num_parts,)](words, pairs, size, num_parts, BLOCK=_BLOCK, num_warps=8)
+        grid = (len(pairs) * num_parts,)
+        launch(_copy_blocks, grid, (words, pairs, size, num_parts), {"BLOCK": _BLOCK}, num_warps=8)
 
 
 def make_inputs(case: Case) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagedray.kernels.case import Case
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, tl, triton
 
 _BLOCK = 1024  # columns: 16 bytes of bf16 for each thread of four warps
 
@@ -57,11 +57,11 @@ def embedding(token_ids: Tensor, table: Tensor, scale: float = 1.0, first: int =
 def embedding_triton(token_ids: Tensor, table: Tensor, scale: float = 1.0, first: int = 0) -> Tensor:
     num_rows, size = table.shape
     assert token_ids.dtype == torch.int64 and token_ids.is_contiguous() and table.is_contiguous()
-    y = torch.empty((len(token_ids), size), dtype=table.dtype, device=table.device)
-    num_blocks = -(-size // _BLOCK)
+    num_tokens, num_blocks = token_ids.shape[0], -(-size // _BLOCK)
+    y = table.new_empty(num_tokens, size)
     if y.numel():
-        grid = (len(token_ids) * num_blocks,)
-        _embedding[grid](token_ids, table, y, num_rows, size, scale, first, num_blocks, BLOCK=_BLOCK)
+        args = token_ids, table, y, num_rows, size, scale, first, num_blocks
+        launch(_embedding, (num_tokens * num_blocks,), args, {"BLOCK": _BLOCK})
     return y
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagedray.kernels.case import Case
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, tl, triton
 
 _BLOCK = 2048  # columns
 
@@ -44,11 +44,11 @@ def gather_logits(parts: Tensor, vocab: int) -> Tensor:
 def gather_logits_triton(parts: Tensor, vocab: int) -> Tensor:
     num_parts, num_seqs, size = parts.shape
     assert parts.is_contiguous() and vocab <= num_parts * size
-    y = torch.empty((num_seqs, vocab), dtype=parts.dtype, device=parts.device)
+    y = parts.new_empty(num_seqs, vocab)
     num_blocks = -(-size // _BLOCK)
     if y.numel():
         grid = (num_parts * num_seqs * num_blocks,)
-        _gather_logits[grid](parts, y, num_seqs, size, vocab, num_blocks, BLOCK=_BLOCK, num_warps=8)
+        launch(_gather_logits, grid, (parts, y, num_seqs, size, vocab, num_blocks), {"BLOCK": _BLOCK}, num_warps=8)
     return y
 
 

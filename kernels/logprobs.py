@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pagedray.kernels.case import Case
 from pagedray.kernels.finite_logits import load_logits
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, power_of_2, tl, triton
 from pagedray.kernels.top_candidates import top_candidates, top_candidates_ref
 
 _PART, _BLOCK = 128, 4096
@@ -105,7 +105,7 @@ def token_logprobs_triton(logits: Tensor, targets: Tensor, k: int) -> Logprobs:
     num_rows, vocab = logits.shape
     assert logits.stride(1) == 1, f"logits have stride {logits.stride()}"
     k = min(k, vocab)
-    num_parts = triton.cdiv(vocab, _PART)
+    num_parts = -(-vocab // _PART)
     found = Logprobs(
         logits.new_empty(num_rows, dtype=torch.float32),
         torch.empty_like(targets),
@@ -113,18 +113,12 @@ def token_logprobs_triton(logits: Tensor, targets: Tensor, k: int) -> Logprobs:
         logits.new_empty((num_rows, k), dtype=torch.float32),
     )
     if num_rows:
-        _token_logprobs[(num_rows,)](
-            logits,
-            logits.stride(0),
-            targets,
-            *found,
-            targets.new_empty((num_rows, num_parts)),
-            vocab,
-            num_parts,
-            k,
-            PARTS=triton.next_power_of_2(num_parts),
-            PART=_PART,
-            BLOCK=_BLOCK,
+        heads = targets.new_empty((num_rows, num_parts))
+        launch(
+            _token_logprobs,
+            (num_rows,),
+            (logits, logits.stride(0), targets, *found, heads, vocab, num_parts, k),
+            {"PARTS": power_of_2(num_parts), "PART": _PART, "BLOCK": _BLOCK},
             num_warps=8,
         )
     return found

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedray.kernels.case import Case
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, power_of_2, tl, triton
 
 # Items are a multiple of it long, so that the last tile alone of a sequence is ragged.
 GRANULE = 64
@@ -145,7 +145,7 @@ def choose_tile(head_dim: int, page_bytes: int, num_seqs: int) -> tuple[int, int
     Up to 32 KiB are under way while a tile is computed; a multiprocessor's registers and memory hold three programs.
     Few sequences are cut into many short pieces, which small tiles suit better (measured on an H200).
     """
-    padded = max(triton.next_power_of_2(head_dim), 16)
+    padded = max(power_of_2(head_dim), 16)
     if (padded, page_bytes) in TILES:
         return TILES[padded, page_bytes]
     if page_bytes == 2 and num_seqs <= _FEW_SEQS:
@@ -357,37 +357,34 @@ def paged_decode_triton(
     assert scratch is not None, "programs that share a sequence need a scratch"
     assert scratch.sums.shape[1:] == q.shape[1:] and len(scratch.sums) >= plan.num_items
     assert window == plan.window and num_seqs == plan.num_seqs
-    assert q.stride()[1:] == (head_dim, 1) and pages[0].is_contiguous() and block_tables.stride(1) == 1
+    assert q.stride()[1:] == (head_dim, 1) and block_tables.stride(1) == 1
+    rows = block_size * head_dim
+    assert pages.stride()[1:] == (num_kv_heads * rows, rows, head_dim, 1), pages.stride()
     y = q.new_empty(num_seqs, num_heads * head_dim) if out is None else out
     assert y.is_contiguous() and y.dtype == q.dtype
     block_n, num_warps, num_stages = choose_tile(head_dim, pages.element_size(), num_seqs)
-    block_d, merge_g = max(triton.next_power_of_2(head_dim), 16), triton.next_power_of_2(group)
-    _paged_decode[(num_kv_heads, plan.num_items)](
-        q,
-        pages,
-        block_tables,
-        plan.items,
-        y,
-        scratch.sums,
-        scratch.stats,
-        scratch.arrived,
-        q.stride(0),
-        pages.stride(0),
-        block_tables.stride(0),
-        scale * k_scale * (_LOG2E if softcap is None else 1.0),
-        softcap or 1.0,
-        v_scale,
-        K=num_kv_heads,
-        G=group,
-        D=head_dim,
-        B=block_size,
-        HAS_SOFTCAP=softcap is not None,
-        INTERPRETED=not q.is_cuda,
-        BLOCK_N=block_n,
-        BLOCK_G=max(merge_g, 16),
-        BLOCK_D=block_d,
-        MERGE_N=min(max(_MERGE // (merge_g * block_d), 1), 32),
-        MERGE_G=merge_g,
+    block_d, merge_g = max(power_of_2(head_dim), 16), power_of_2(group)
+    score_scale = scale * k_scale * (_LOG2E if softcap is None else 1.0)
+    launch(
+        _paged_decode,
+        (num_kv_heads, plan.num_items),
+        (
+            *(q, pages, block_tables, plan.items, y, scratch.sums, scratch.stats, scratch.arrived),
+            *(q.stride(0), pages.stride(0), block_tables.stride(0), score_scale, float(softcap or 1.0), v_scale),
+        ),
+        {
+            "K": num_kv_heads,
+            "G": group,
+            "D": head_dim,
+            "B": block_size,
+            "HAS_SOFTCAP": softcap is not None,
+            "INTERPRETED": not q.is_cuda,
+            "BLOCK_N": block_n,
+            "BLOCK_G": max(merge_g, 16),
+            "BLOCK_D": block_d,
+            "MERGE_N": min(max(_MERGE // (merge_g * block_d), 1), 32),
+            "MERGE_G": merge_g,
+        },
         num_warps=num_warps,
         num_stages=num_stages,
     )

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedray.kernels.case import Case
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, power_of_2, tl, triton
 
 _LOG2E = math.log2(math.e)
 _FIELDS = 5  # of a tile in the plan
@@ -72,21 +72,17 @@ def pick_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
             f"head dim {head_dim} is larger than {max(table)}, the largest that paged_prefill has tiles for"
         )
     tile = table[padded]
-    return tile if group <= tile.block_m else dataclasses.replace(tile, block_m=_power_of_2(group))
+    return tile if group <= tile.block_m else dataclasses.replace(tile, block_m=power_of_2(group))
 
 
 def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """`block_m_tokens` of `plan_prefill` for layers of this shape."""
     group = num_heads // num_kv_heads
-    return pick_tile(group, head_dim, dtype).block_m // _power_of_2(group)
+    return pick_tile(group, head_dim, dtype).block_m // power_of_2(group)
 
 
 def _padded_head_dim(head_dim: int) -> int:
-    return max(16, _power_of_2(head_dim))
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+    return max(16, power_of_2(head_dim))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,34 +325,31 @@ def _launch(
     (_, num_heads, head_dim), (num_kv_heads, block_size) = q.shape, pages_shape[2:4]
     group = num_heads // num_kv_heads
     tile = pick_tile(group, head_dim, q.dtype)
-    group_padded, padded = _power_of_2(group), _padded_head_dim(head_dim)
+    group_padded, padded = power_of_2(group), _padded_head_dim(head_dim)
     assert plan.block_m_tokens * group_padded <= tile.block_m, "the plan was made for larger tiles"
-    _paged_prefill[(num_kv_heads, tiles.stop - tiles.start)](
-        q,
-        source,
-        block_tables,
-        plan.tiles[tiles.start * _FIELDS :],
-        y,
-        q.stride(0),
-        kv_stride,
-        v_offset,
-        block_tables.stride(0),
-        y.stride(0),
-        scale * k_scale * _LOG2E * (1.0 if softcap is None else 2 / softcap),
-        (softcap or 0.0) * _LOG2E,
-        v_scale,
-        window or 0,
-        HAS_CAP=softcap is not None,
-        HAS_WINDOW=window is not None,
-        PAGED=is_paged,
-        WIDE=q.dtype == torch.bfloat16 and not isinstance(_paged_prefill, triton.JITFunction),
-        G=group,
-        G_PAD=group_padded,
-        B=block_size,
-        D=head_dim,
-        D_PAD=padded,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
+    score_scale = scale * k_scale * _LOG2E * (1.0 if softcap is None else 2 / softcap)
+    cap = (softcap or 0.0) * _LOG2E
+    launch(
+        _paged_prefill,
+        (num_kv_heads, tiles.stop - tiles.start),
+        (
+            *(q, source, block_tables, plan.tiles[tiles.start * _FIELDS :] if tiles.start else plan.tiles, y),
+            *(q.stride(0), kv_stride, v_offset, block_tables.stride(0), y.stride(0)),
+            *(score_scale, cap, v_scale, window or 0),
+        ),
+        {
+            "HAS_CAP": softcap is not None,
+            "HAS_WINDOW": window is not None,
+            "PAGED": is_paged,
+            "WIDE": q.dtype == torch.bfloat16 and not isinstance(_paged_prefill, triton.JITFunction),
+            "G": group,
+            "G_PAD": group_padded,
+            "B": block_size,
+            "D": head_dim,
+            "D_PAD": padded,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+        },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pagedray.kernels.case import Case
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, tl, triton
 
 _BLOCK = 512
 
@@ -110,20 +110,14 @@ def apply_penalties_triton(
 ) -> None:
     penalty_stride = repetition.stride(0)
     assert penalty_stride == presence.stride(0) == frequency.stride(0)
-    _apply_penalties[(len(rows),)](
-        logits,
-        logits.stride(0),
-        rows,
-        ids,
-        ids.stride(0),
-        counts,
-        counts.stride(0),
-        num_unique,
-        repetition,
-        presence,
-        frequency,
-        penalty_stride,
-        BLOCK=_BLOCK,
+    launch(
+        _apply_penalties,
+        (len(rows),),
+        (
+            *(logits, logits.stride(0), rows, ids, ids.stride(0), counts, counts.stride(0), num_unique),
+            *(repetition, presence, frequency, penalty_stride),
+        ),
+        {"BLOCK": _BLOCK},
         num_warps=4,
     )
 
@@ -176,9 +170,8 @@ def _count_tokens(  # type: ignore[no-untyped-def]
 
 
 def count_tokens_triton(ids: Tensor, counts: Tensor, num_unique: Tensor, slots: Tensor, tokens: Tensor) -> None:
-    _count_tokens[(len(slots),)](
-        ids, ids.stride(0), counts, counts.stride(0), num_unique, slots, tokens, BLOCK=_BLOCK, num_warps=1
-    )
+    args = ids, ids.stride(0), counts, counts.stride(0), num_unique, slots, tokens
+    launch(_count_tokens, (len(slots),), args, {"BLOCK": _BLOCK}, num_warps=1)
 
 
 def make_inputs(case: Case) -> tuple[Tensor, ...]:

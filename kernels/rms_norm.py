@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagedray.kernels.case import Case
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, power_of_2, tl, triton
 
 
 def rms_norm_ref(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
@@ -85,28 +85,22 @@ def add_rms_norm_triton(x: Tensor, r: Tensor, w: Tensor, eps: float = 1e-6) -> T
 
 
 def _launch(x: Tensor, r: Tensor | None, w: Tensor, eps: float) -> Tensor:
-    size, num_groups = x.shape[-1], w.shape[0] if w.dim() == 2 else 1
-    assert x.dim() == 1 + w.dim() and x.shape[1:] == w.shape and x.stride(-1) == 1 and size <= 16384
-    residual = x if r is None else r
-    assert residual.shape == x.shape and residual.stride(-1) == 1
-    y = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    shape, x_strides = x.shape, x.stride()
+    size, num_groups = shape[-1], w.shape[0] if w.dim() == 2 else 1
+    assert shape[1:] == w.shape and x_strides[-1] == 1 and size <= 16384
+    residual, r_strides = x, x_strides
+    if r is not None:
+        residual, r_strides = r, r.stride()
+        assert r.shape == shape and r_strides[-1] == 1
+    y = residual.new_empty(shape)
     if not y.numel():
         return y
-    block = 1 << (size - 1).bit_length()
-    _rms_norm[(len(x) * num_groups,)](
-        x,
-        residual,
-        w,
-        y,
-        x.stride(0),
-        x.stride(1),
-        residual.stride(0),
-        residual.stride(1),
-        num_groups,
-        size,
-        eps,
-        HAS_RESIDUAL=r is not None,
-        BLOCK=block,
+    block = power_of_2(size)
+    launch(
+        _rms_norm,
+        (shape[0] * num_groups,),
+        (x, residual, w, y, *x_strides[:2], *r_strides[:2], num_groups, size, eps),
+        {"HAS_RESIDUAL": r is not None, "BLOCK": block},
         num_warps=min(max(block // 256, 1), 16),
     )
     return y

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pagedray.kernels.case import Case
 from pagedray.kernels.finite_logits import LOWEST, finite_logits, load_logits
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, power_of_2, tl, triton
 from pagedray.kernels.philox import uniform
 from pagedray.kernels.sampling import greedy_ref, sample_ref
 
@@ -496,66 +496,46 @@ def sample_rows_triton(
     if not num_rows:
         return tokens
     first_filtered, row_stride = num_rows - num_filtered, logits.stride(0)
-    num_blocks = triton.cdiv(vocab, tiles.block)
-    blocks = triton.next_power_of_2(num_blocks)
+    num_blocks = -(-vocab // tiles.block)
+    blocks = power_of_2(num_blocks)
     best, sums = logits.new_empty((2, num_rows, num_blocks), dtype=torch.float64)
-    num_parts = triton.cdiv(vocab, tiles.part)
+    num_parts = -(-vocab // tiles.part)
     parts = logits.new_empty((num_filtered, num_parts), dtype=torch.float32)
-    _scan_blocks[num_blocks, num_rows](
-        logits,
-        row_stride,
-        fields,
-        num_rows,
-        first_filtered,
-        vocab,
-        best,
-        sums,
-        parts,
-        num_parts,
-        IS_GREEDY=is_greedy,
-        BLOCK=tiles.block,
-        PART=tiles.part,
+    launch(
+        _scan_blocks,
+        (num_blocks, num_rows),
+        (logits, row_stride, fields, num_rows, first_filtered, vocab, best, sums, parts, num_parts),
+        {"IS_GREEDY": is_greedy, "BLOCK": tiles.block, "PART": tiles.part},
         num_warps=4,
     )
     if first_filtered:
-        _finish_row[(first_filtered,)](
-            logits,
-            row_stride,
-            fields,
-            num_rows,
-            vocab,
-            best,
-            sums,
-            tokens,
-            num_blocks,
-            BLOCK=tiles.block,
-            BLOCKS=blocks,
+        launch(
+            _finish_row,
+            (first_filtered,),
+            (logits, row_stride, fields, num_rows, vocab, best, sums, tokens, num_blocks),
+            {"BLOCK": tiles.block, "BLOCKS": blocks},
             num_warps=4,
         )
     if num_filtered:
-        _finish_filtered[(num_filtered,)](
-            logits,
-            row_stride,
-            fields,
-            num_rows,
-            first_filtered,
-            vocab,
-            best,
-            sums,
-            tokens,
-            num_blocks,
-            parts,
-            num_parts,
-            fields.new_empty((num_filtered, 2, tiles.capacity), dtype=torch.int32),
-            logits.new_empty((num_filtered, tiles.capacity)),
-            LOWEST=LOWEST,
-            SHIFT=_KEY_SHIFT[logits.dtype],
-            BLOCKS=blocks,
-            PART=tiles.part,
-            PARTS=min(triton.next_power_of_2(num_parts), 2048),
-            NUM_PARTS=tiles.num_parts,
-            CAPACITY=tiles.capacity,
-            GROUP=max(1, min(tiles.capacity, 4096) // tiles.part),
+        scratch = fields.new_empty((num_filtered, 2, tiles.capacity), dtype=torch.int32)
+        values = logits.new_empty((num_filtered, tiles.capacity))
+        launch(
+            _finish_filtered,
+            (num_filtered,),
+            (
+                *(logits, row_stride, fields, num_rows, first_filtered, vocab, best, sums, tokens, num_blocks),
+                *(parts, num_parts, scratch, values),
+            ),
+            {
+                "LOWEST": LOWEST,
+                "SHIFT": _KEY_SHIFT[logits.dtype],
+                "BLOCKS": blocks,
+                "PART": tiles.part,
+                "PARTS": min(power_of_2(num_parts), 2048),
+                "NUM_PARTS": tiles.num_parts,
+                "CAPACITY": tiles.capacity,
+                "GROUP": max(1, min(tiles.capacity, 4096) // tiles.part),
+            },
             num_warps=16,
         )
     return tokens

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pagedray.kernels import activation as gates
 from pagedray.kernels.case import Case
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, power_of_2, tl, triton
 
 MAX_ROWS = 16
 _PDL_BYTES = 64 * 2**20
@@ -110,7 +110,7 @@ def tile_of(num_tokens: int, num_rows: int, width: int, dtype: torch.dtype) -> T
     """The tile for x [num_tokens, width] and w [num_rows, width]; None: leave it to torch."""
     if num_tokens > MAX_ROWS or width * dtype.itemsize % 16 != 0:
         return None
-    tokens = _power_of_2(num_tokens)
+    tokens = power_of_2(num_tokens)
     if dtype.itemsize == 2:
         measured = MEASURED.get((num_rows, width), {})
         if tokens in measured:
@@ -122,17 +122,13 @@ def default_tile(tokens: int, num_rows: int, width: int, dtype: torch.dtype) -> 
     """A good guess for shapes that nobody measured; tokens is a power of two."""
     lanes = 32 * 16 // dtype.itemsize
     if dtype.itemsize == 2 and tokens > 2:
-        num_warps = min(4, _power_of_2(-(-width // 128)))
+        num_warps = min(4, power_of_2(-(-width // 128)))
         return Tile(16, 128, num_warps, num_stages=4 if tokens <= 8 else 3, tensor_cores=True)
-    num_warps = min(4, _power_of_2(-(-width // lanes)))
+    num_warps = min(4, power_of_2(-(-width // lanes)))
     block_n = 8 if tokens <= 2 else 4 if tokens <= 8 else 2  # of x, too, each thread has 16 bytes a row in registers
     while block_n > 2 and num_rows < 4 * 132 * block_n:
         block_n //= 2
     return Tile(block_n, num_warps * lanes, num_warps)
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def small_linear_ref(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -316,7 +312,7 @@ def _launch(
     num_rows = w.shape[0]
     assert 1 <= num_tokens <= MAX_ROWS and w.shape[1] == width and x.dtype == w.dtype
     assert x.is_contiguous() and w.is_contiguous()
-    tokens = _power_of_2(num_tokens)
+    tokens = power_of_2(num_tokens)
     if tile is None:
         tile = tile_of(num_tokens, num_rows, width, x.dtype) or default_tile(tokens, num_rows, width, x.dtype)
     if pdl is None:  # long reads gain nothing from a start that overlaps, and lose a little
@@ -325,34 +321,27 @@ def _launch(
     if activation is not None:
         num_out, block_out = num_out // 2, block_out // 2
     y = x.new_empty(num_tokens, num_out)
-    options: dict[str, Any] = {"num_warps": tile.num_warps}
-    if pdl:
-        options["launch_pdl"] = True  # unknown to the interpreter
     columns = tile.block_k
+    if tile.tensor_cores:
+        columns *= tile.num_warps
+        tokens = max(tokens, 8)  # what a tensor core takes at least
+    constants: dict[str, Any] = {
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "TOKENS": tokens,
+        "EVEN_K": width % columns == 0,
+        "ACTIVATION": activation,
+        "PDL": pdl,
+        "STAGES": tile.num_stages,
+    }
     kernel = _vector_linear
     if tile.tensor_cores:
         kernel = _matrix_linear
-        columns *= tile.num_warps
-        tokens = max(tokens, 8)  # what a tensor core takes at least
-        options["WARPS"] = tile.num_warps
-        options["INTERPRETED"] = not x.is_cuda
-    kernel[(-(-num_out // block_out),)](
-        x,
-        w,
-        bias,
-        y,
-        num_tokens,
-        num_out,
-        width,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        TOKENS=tokens,
-        EVEN_K=width % columns == 0,
-        ACTIVATION=activation,
-        PDL=pdl,
-        STAGES=tile.num_stages,
-        **options,
-    )
+        constants["WARPS"] = tile.num_warps
+        constants["INTERPRETED"] = not x.is_cuda
+    args = x, w, bias, y, num_tokens, num_out, width
+    options = {"launch_pdl": True} if pdl else {}  # unknown to the interpreter
+    launch(kernel, (-(-num_out // block_out),), args, constants, num_warps=tile.num_warps, **options)
     return y
 
 

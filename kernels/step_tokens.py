@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pagedray.kernels.case import Case
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, tl, triton
 
 _BLOCK = 256
 
@@ -68,22 +68,14 @@ def begin_step_triton(
     num_groups, num_tokens = slots.shape
     # Rows begin at multiples of 16 bytes, or else kernels that read them would be compiled for each alignment.
     made = torch.empty(2 + num_groups, num_tokens + num_tokens % 2, dtype=torch.int64, device=ids.device)
-    _begin_step[(triton.cdiv(num_tokens, _BLOCK),)](
-        ids,
-        positions,
-        rows,
-        slots,
-        last_token,
-        tables,
-        made,
-        num_tokens,
-        slots.stride(0),
-        made.stride(0),
-        tables.stride(0),
-        tables.stride(1),
-        G=num_groups,
-        B=block_size,
-        BLOCK=_BLOCK,
+    launch(
+        _begin_step,
+        (-(-num_tokens // _BLOCK),),
+        (
+            *(ids, positions, rows, slots, last_token, tables, made),
+            *(num_tokens, slots.stride(0), made.stride(0), tables.stride(0), tables.stride(1)),
+        ),
+        {"G": num_groups, "B": block_size, "BLOCK": _BLOCK},
     )
     made = made[:, :num_tokens]
     return made[0], made[1], made[2:]

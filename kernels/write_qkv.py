@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pagedray.kernels.case import Case
-from pagedray.kernels.jit import tl, triton
+from pagedray.kernels.jit import launch, power_of_2, tl, triton
 from pagedray.kernels.rms_norm import rms_norm, rms_norm_ref
 from pagedray.kernels.rotary import rotate, rotate_ref
 
@@ -206,37 +206,32 @@ def write_qkv_triton(
     v_scale: float = 1.0,
 ) -> None:
     num_tokens, width, head_dim = qkv.shape
-    num_kv_heads, block_size = pages.shape[2:4]
+    _, _, num_kv_heads, block_size, page_dim = pages.shape
     num_rotated, size = width - num_kv_heads, cos.shape[-1]
     assert qkv.is_contiguous() and pages.is_contiguous() and slots.dtype == torch.int64
-    assert pages.dtype in (qkv.dtype, torch.float8_e4m3fn) and pages.shape[4] == head_dim
+    assert pages.dtype in (qkv.dtype, torch.float8_e4m3fn) and page_dim == head_dim
     assert norm_weight is None or (norm_weight.shape == (num_rotated, head_dim) and norm_weight.is_contiguous())
     if not num_tokens:
         return
     half = max(size // 2, 1)
-    block_half = 1 << (half - 1).bit_length()
-    _write_qkv[(num_tokens, -(-num_rotated // _HEADS) - (-num_kv_heads // _HEADS))](
-        qkv,
-        pages,
-        slots,
-        cos,
-        sin,
-        qkv if norm_weight is None else norm_weight,
-        cos.stride(0),
-        sin.stride(0),
-        eps,
-        k_scale,
-        v_scale,
-        H=num_rotated - num_kv_heads,
-        K=num_kv_heads,
-        D=head_dim,
-        R=size,
-        B=block_size,
-        HAS_NORM=norm_weight is not None,
-        HEADS=_HEADS,
-        BLOCK_HALF=block_half,
-        BLOCK_TAIL=1 << max(head_dim - size - 1, 0).bit_length(),
-        BLOCK_D=1 << (head_dim - 1).bit_length(),
+    block_half = power_of_2(half)
+    weight = qkv if norm_weight is None else norm_weight
+    launch(
+        _write_qkv,
+        (num_tokens, -(-num_rotated // _HEADS) - (-num_kv_heads // _HEADS)),
+        (qkv, pages, slots, cos, sin, weight, cos.stride(0), sin.stride(0), eps, k_scale, v_scale),
+        {
+            "H": num_rotated - num_kv_heads,
+            "K": num_kv_heads,
+            "D": head_dim,
+            "R": size,
+            "B": block_size,
+            "HAS_NORM": norm_weight is not None,
+            "HEADS": _HEADS,
+            "BLOCK_HALF": block_half,
+            "BLOCK_TAIL": power_of_2(max(head_dim - size, 1)),
+            "BLOCK_D": power_of_2(head_dim),
+        },
         num_warps=min(max(_HEADS * block_half // 256, 1), 8),
     )
 
