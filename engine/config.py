@@ -31,7 +31,10 @@ OPTIMIZATION_LEVELS: dict[int, dict[str, Any]] = {
     0: {"run_ahead": 1, "cuda_graphs": False},  # one step at a time: to find faults
     1: {"cuda_graphs": False},  # the fastest start
     2: {},
-    3: {"cuda_graph_sizes": (*range(1, 9), *range(12, 33, 4), *range(40, 257, 8))},  # least padding, a slower start
+    3: {  # least padding, a slower start
+        "cuda_graph_sizes": (*range(1, 9), *range(12, 33, 4), *range(40, 257, 8)),
+        "cuda_graph_token_sizes": (*range(32, 1025, 32), *range(1152, 2049, 128)),
+    },
 }
 
 
@@ -109,6 +112,10 @@ class WorkerConfig(Leaf):
         (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
         description="Numbers of sequences to capture decode steps for; one in between is padded.",
     )
+    cuda_graph_token_sizes: tuple[int, ...] = Field(
+        (*range(64, 1025, 64), 1280, 1536, 1792, 2048),
+        description="Numbers of tokens to capture steps with prompts for; larger ones run eagerly.",
+    )
     cpu_threads: int | None = Field(None, ge=1, description="Threads of a CPU worker. Default: the cores it may use.")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer.")
     pipeline_parallel_size: int = Field(1, ge=1, description="GPUs that share the stack of layers.")
@@ -156,8 +163,9 @@ class Config(Leaf):
                 f"max_num_batched_tokens ({sched.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({sched.max_num_seqs}): each running sequence needs one token a step"
             )
-        if any(size < 1 for size in worker.cuda_graph_sizes):
-            raise ValueError(f"cuda_graph_sizes must be positive, got {min(worker.cuda_graph_sizes)}")
+        for name in ("cuda_graph_sizes", "cuda_graph_token_sizes"):
+            if any(size < 1 for size in getattr(worker, name)):
+                raise ValueError(f"{name} must be positive, got {min(getattr(worker, name))}")
         if worker.device == "cpu":
             if self.model.dtype == "float16":
                 raise ValueError("dtype float16 needs a GPU, and device is cpu; use bfloat16 or float32")
@@ -194,7 +202,8 @@ def describe_level(config: Config) -> str:
     worker = config.worker
     text = f"-O{worker.optimization_level}: {config.scheduler.run_ahead} steps planned ahead"
     if worker.device == "cuda":
-        sizes = f"of {len(worker.cuda_graph_sizes)} sizes up to {max(worker.cuda_graph_sizes, default=0)}"
+        seqs, tokens = (max(sizes, default=0) for sizes in (worker.cuda_graph_sizes, worker.cuda_graph_token_sizes))
+        sizes = f"up to {seqs} sequences or {tokens} tokens"
         text += f", CUDA graphs {sizes if worker.cuda_graphs else 'off'}"
     return text
 

@@ -33,7 +33,7 @@ from pagedray.kernels.case import Case
 from pagedray.kernels.jit import launch, power_of_2, tl, triton
 
 _LOG2E = math.log2(math.e)
-_FIELDS = 5  # of a tile in the plan
+TILE_INTS = 5  # of a tile in the plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +97,8 @@ class PrefillPlan:
     @staticmethod
     def of(planned: NDArray[np.int32], tiles: Tensor, block_m_tokens: int) -> PrefillPlan:
         """`tiles` is `planned` on the device."""
-        num_fresh = int(np.count_nonzero(planned[4::_FIELDS] == 0))
-        return PrefillPlan(tiles, len(planned) // _FIELDS, num_fresh, block_m_tokens)
+        num_fresh = int(np.count_nonzero(planned[4::TILE_INTS] == 0))
+        return PrefillPlan(tiles, len(planned) // TILE_INTS, num_fresh, block_m_tokens)
 
 
 def plan_prefill(
@@ -145,7 +145,7 @@ def paged_prefill_ref(
     num_kv_heads, block_size = pages.shape[2:4]
     group = q.shape[1] // num_kv_heads
     y = q.new_empty(len(q), q.shape[1] * q.shape[2]) if out is None else out
-    for row, first, size, position, _ in plan.tiles.view(-1, _FIELDS).tolist():
+    for row, first, size, position, _ in plan.tiles.view(-1, TILE_INTS).tolist():
         key = torch.arange(position + size, device=q.device)
         query = key[position:, None]
         seen = pages[block_tables[row, key // block_size].long(), :, :, key % block_size].float()  # [L, 2, K, D]
@@ -333,7 +333,7 @@ def _launch(
         _paged_prefill,
         (num_kv_heads, tiles.stop - tiles.start),
         (
-            *(q, source, block_tables, plan.tiles[tiles.start * _FIELDS :] if tiles.start else plan.tiles, y),
+            *(q, source, block_tables, plan.tiles[tiles.start * TILE_INTS :] if tiles.start else plan.tiles, y),
             *(q.stride(0), kv_stride, v_offset, block_tables.stride(0), y.stride(0)),
             *(score_scale, cap, v_scale, window or 0),
         ),

@@ -19,7 +19,6 @@ from pagedray.engine.worker.runner import ModelRunner
 from pagedray.engine.worker.warm_up import MadeUpSteps
 
 FP8_KV_SCALE = 1.0
-_GRAPH_BYTES = 512 * 2**20  # of captured graphs, beside their logits: activations of the largest, and the driver's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,10 @@ class Assembly:
             self.spec,
             *settings,
             free_for_cache(
-                self.device, config.cache.gpu_memory_utilization, self._graph_bytes(), self._run_widest_steps
+                self.device,
+                config.cache.gpu_memory_utilization,
+                self._run_widest_steps,
+                will_capture=any(self.graph_sizes()),
             ),
         )
 
@@ -67,14 +69,15 @@ class Assembly:
             scheduler.max_num_seqs,
         )
 
-    def graph_sizes(self) -> tuple[int, ...]:
-        """Numbers of sequences to capture decode steps for; none where graphs are off or can't be."""
-        worker, most = self.config.worker, self.config.scheduler.max_num_seqs
+    def graph_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of sequences and of tokens to capture steps for; none where graphs are off or can't be."""
+        worker, scheduler = self.config.worker, self.config.scheduler
         if not worker.cuda_graphs or self.device.type == "cpu" or self.backend != "triton":
-            return ()
-        sizes = {size for size in worker.cuda_graph_sizes if size < most}
-        larger = [size for size in worker.cuda_graph_sizes if size >= most]
-        return tuple(sorted(sizes | ({most} if larger else set())))
+            return (), ()
+        return (
+            _up_to(scheduler.max_num_seqs, worker.cuda_graph_sizes),
+            _up_to(scheduler.max_num_batched_tokens, worker.cuda_graph_token_sizes),
+        )
 
     def _attention(self, cache: KVCache, rows: RowState) -> TorchAttention | TritonAttention | FlashInferAttention:
         if self.backend == "torch":
@@ -88,10 +91,6 @@ class Assembly:
     def _kv_scale(self) -> float:
         return FP8_KV_SCALE
 
-    def _graph_bytes(self) -> int:
-        sizes = self.graph_sizes()
-        return sum(sizes) * self.spec.vocab_size * self.dtype.itemsize + (_GRAPH_BYTES if sizes else 0)
-
     def _run_widest_steps(self) -> None:
         """With a cache of a few blocks, which all sequences share."""
         block_size, config = self.config.cache.block_size, self.config
@@ -101,3 +100,8 @@ class Assembly:
         runner = self.runner(size)
         for out in self.made_up_steps(size).widest():
             runner.run(out).wait()
+
+
+def _up_to(most: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of a ladder that can occur; its last step is `most` where the ladder goes on beyond."""
+    return tuple(sorted({min(size, most) for size in sizes}))

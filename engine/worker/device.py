@@ -13,6 +13,7 @@ from pagedray.engine.errors import ConfigError
 from pagedray.engine.worker.backend import Machine
 
 _GIB = 2**30
+_GRAPHS_BYTES = 512 * 2**20  # the driver's share of captured graphs
 
 
 def find_machine() -> Machine:
@@ -39,15 +40,13 @@ def memory_for(what: str, remedy: str) -> Iterator[None]:
         raise ConfigError(f"{what} found no room in the GPU's memory ({room}); {remedy}") from error
 
 
-def free_for_cache(
-    device: torch.device, utilization: float, reserved_bytes: int, run_widest: Callable[[], None]
-) -> int:
+def free_for_cache(device: torch.device, utilization: float, run_widest: Callable[[], None], will_capture: bool) -> int:
     """Bytes that the KV cache may take.
 
     Args:
         utilization: share of the GPU's memory that this process may use, with what others use of it counted in.
-        reserved_bytes: what will be allocated later.
         run_widest: computes the widest steps; leaves nothing behind.
+        will_capture: whether graphs will be captured, whose activations take memory of their own.
 
     Raises:
         ConfigError: nothing is left.
@@ -63,9 +62,10 @@ def free_for_cache(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)  # the driver's, libraries' and other processes'
-    found = int(total * utilization) - others - weights - activations - reserved_bytes
+    graphs = activations // 2 + _GRAPHS_BYTES if will_capture else 0
+    found = int(total * utilization) - others - weights - activations - graphs
     if found <= 0:
-        parts = {"weights": weights, "activations": activations, "graphs": reserved_bytes, "the rest": others}
+        parts = {"weights": weights, "activations": activations, "graphs": graphs, "the rest": others}
         used = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
         raise ConfigError(
             f"nothing is left for the KV cache of {utilization:g} x {total / _GIB:.1f} GiB (GiB: {used}); raise "

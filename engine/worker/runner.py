@@ -15,7 +15,7 @@ from pagedray.engine.worker.attention.torch_backend import TorchAttention
 from pagedray.engine.worker.attention.triton_backend import TritonAttention
 from pagedray.engine.worker.forward_context import ForwardContext, forward_context
 from pagedray.engine.worker.gpu_sampler import GpuSampler, GpuSamplingState
-from pagedray.engine.worker.graphs import DecodeGraphs
+from pagedray.engine.worker.graphs import StepGraphs
 from pagedray.engine.worker.host_copies import HostCopies
 from pagedray.engine.worker.kv_cache import KVCache
 from pagedray.engine.worker.row_state import RowState
@@ -47,13 +47,13 @@ class ModelRunner:
         is_gpu = self.device.type == "cuda"
         self.sampling = (GpuSamplingState if is_gpu else SamplingState)(rows.num_rows, vocab_size, self.device)
         self.sampler = (GpuSampler if is_gpu else Sampler)(self.sampling)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._copy_stream = torch.cuda.Stream(self.device) if is_gpu else None
 
-    def capture(self, sizes: tuple[int, ...]) -> None:
-        """Capture decode steps of these numbers of sequences; later steps that fit one are replays."""
+    def capture(self, num_seqs: tuple[int, ...], num_tokens: tuple[int, ...] = ()) -> None:
+        """Capture steps of these sizes, see `StepGraphs`; later steps that fit one are replays."""
         assert isinstance(self.attention, TritonAttention), f"{self.attention.name} can't be captured"
-        self._graphs = DecodeGraphs(self.model, self.attention, self.cache.pages, sizes)
+        self._graphs = StepGraphs(self.model, self.attention, self.cache.pages, num_seqs, num_tokens)
 
     @torch.inference_mode()
     def run(self, out: SchedulerOutput) -> PendingOutput:
@@ -67,20 +67,21 @@ class ModelRunner:
             return PendingOutput(out, HostCopies(None), (), None, {})
         step = StepPlan.of(self.rows, out, by_length=self.attention.wants_by_length)
         graph = self._graphs.pick(step) if self._graphs else None
-        prompts: dict[int, PromptScores] = {}
-        if graph is not None:
-            tokens: SampledTokens | None = self._sample(graph.replay(step), step)
-        else:
-            batch = self.attention.gather(step)
-            with forward_context(ForwardContext(self.cache.pages, batch.plans, batch.wanted)):
-                hidden = self.model(batch.token_ids, batch.positions)  # [T or wanted, hidden]
-            last = hidden[upload(step.sampling_tokens, self.device)] if step.prompt_spans else hidden
-            tokens = self._sample(self.model.logits(last), step) if step.sampled else None
-            prompts = {span.index: self._score_prompt(hidden, span) for span in step.prompt_spans}
+        hidden = self._forward(step) if graph is None else graph.replay(step)
+        last = hidden[upload(step.sampling_tokens, self.device)] if step.prompt_spans else hidden
+        tokens = self._sample(self.model.logits(last), step) if step.sampled else None
+        prompts = {span.index: self._score_prompt(hidden, span) for span in step.prompt_spans}
         copies = HostCopies(self._copy_stream)
         tokens = None if tokens is None else tokens.to_host(copies.add)
         prompts = {index: scores.to_host(copies.add) for index, scores in prompts.items()}
         return PendingOutput(out, copies.finish(), step.sampled, tokens, prompts)
+
+    def _forward(self, step: StepPlan) -> Tensor:
+        """Hidden states [T, hidden], or of the step's wanted tokens alone."""
+        batch = self.attention.gather(step)
+        with forward_context(ForwardContext(self.cache.pages, batch.plans, batch.wanted)):
+            hidden: Tensor = self.model(batch.token_ids, batch.positions)
+        return hidden
 
     def _sample(self, logits: Tensor, step: StepPlan) -> SampledTokens:  # logits [S, V]
         tokens = self.sampler.sample(logits, self.sampling.gather(step.sampling_rows, step.sampling_positions))

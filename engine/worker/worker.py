@@ -135,9 +135,9 @@ class Worker:
         for out in parts.made_up_steps(size).everything(device.type == "cuda"):
             self._runner.run(out).wait()
         phases.end("warm up")
-        if sizes := parts.graph_sizes():
-            with memory_for("decode graphs", "lower gpu_memory_utilization, give fewer cuda_graph_sizes"):
-                self._runner.capture(sizes)
+        if any(sizes := parts.graph_sizes()):
+            with memory_for("graphs", "lower gpu_memory_utilization, or give fewer cuda_graph_sizes"):
+                self._runner.capture(*sizes)
             phases.end("capture graphs")
         log.info(
             "worker ready model=%s dtype=%s threads=%d blocks=%d gib=%.2f tokens=%d attention=%s (%s)",

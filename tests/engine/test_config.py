@@ -112,7 +112,7 @@ def test_a_level_is_a_preset_that_explicit_settings_override(level: int) -> None
 def test_a_level_is_told_with_what_came_of_it() -> None:
     assert describe_level(load_config()) == "-O2: 2 steps planned ahead"
     told = describe_level(load_config(overrides={"cuda_graph_sizes": (1, 8)}, auto_device=lambda: "cuda"))
-    assert told == "-O2: 3 steps planned ahead, CUDA graphs of 2 sizes up to 8"
+    assert told == "-O2: 3 steps planned ahead, CUDA graphs up to 8 sequences or 2048 tokens"
     assert describe_level(load_config(overrides={"device": "cuda", "optimization_level": 0})) == (
         "-O0: 1 steps planned ahead, CUDA graphs off"
     )

@@ -7,7 +7,7 @@ blocks of the step's own tokens. Only blocks that hold what was computed before 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,13 @@ from pagedray.engine.worker.upload import upload
 from pagedray.kernels.step_tokens import begin_step
 
 Ints = NDArray[np.int32]
+N = TypeVar("N", bound=np.integer[Any])
 
 
 def pack(arrays: Iterable[NDArray[Any]]) -> Ints:
     """One array of all; each begins at a multiple of 16 bytes, or Triton would compile for every alignment it meets."""
     arrays = list(arrays)
-    ints = np.zeros(packed_size(map(len, arrays)), np.int32)
+    ints = np.zeros(sum(_aligned(len(array)) for array in arrays), np.int32)
     first = 0
     for array in arrays:
         ints[first : first + len(array)] = array
@@ -38,15 +39,11 @@ def unpack(ints: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
-def packed_size(sizes: Iterable[int]) -> int:
-    return sum(map(_aligned, sizes))
-
-
 def _aligned(size: int) -> int:
     return -(-size // 4) * 4
 
 
-def padded(array: NDArray[np.int64], extra: int, value: int = 0) -> NDArray[np.int64]:
+def padded(array: NDArray[N], extra: int, value: int = 0) -> NDArray[N]:
     return np.pad(array, (0, extra), constant_values=value) if extra else array
 
 

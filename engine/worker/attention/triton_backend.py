@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagedray.engine.layers.norm import HeadNorm
 from pagedray.engine.layers.rotary import Rotation
-from pagedray.engine.worker.attention.step_ints import Ints, TokenInts, pack, packed_size, padded, unpack
+from pagedray.engine.worker.attention.step_ints import Ints, TokenInts, pack, padded, unpack
 from pagedray.engine.worker.input_batch import InputBatch
 from pagedray.engine.worker.kv_cache import KVCache
 from pagedray.engine.worker.row_state import RowState
@@ -27,8 +27,10 @@ from pagedray.kernels.paged_decode import (
     plan_decode,
     plan_size,
 )
-from pagedray.kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill, queries_per_tile
+from pagedray.kernels.paged_prefill import TILE_INTS, PrefillPlan, paged_prefill, plan_prefill, queries_per_tile
 from pagedray.kernels.write_qkv import write_qkv
+
+_CAPTURED_CHUNKS = 8  # most prompt chunks of a captured step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,8 @@ class TritonPlan:
             n = self.num_decoding
             paged_decode(q[:n], pages, tables, self.decode, scale, *how, out=y[:n])
         if self.prefill is not None:
-            fresh = qkv[:, num_heads:] if pages.dtype == qkv.dtype else None  # read what a later step would read
+            # Not from rounded pages: a result must not depend on where a prompt was cut.
+            fresh = qkv[:, num_heads:] if pages.dtype == qkv.dtype else None
             paged_prefill(q, pages, tables, self.prefill, scale, *how, out=y, kv=fresh)
         return y
 
@@ -103,40 +106,71 @@ class TritonAttention:
 
     def gather(self, step: StepPlan) -> InputBatch:
         """The tensors of an eager step."""
-        layout, ints, tiles = self._pack(step, step.num_tokens)
+        tiles = self._tiles(step)
+        layout = Layout(
+            num_tokens=step.num_tokens,
+            num_decoding=step.num_decoding,
+            num_items=self._num_items(step.num_decoding) if step.num_decoding else 0,
+            num_tile_ints=len(tiles),
+            num_wanted=0 if step.wanted_tokens is None else len(step.wanted_tokens),
+        )
+        ints = self._pack(step, layout, tiles)
         self._tokens.send_old_blocks()
         return self._batch(layout, upload(ints, self._device), tiles)
 
     def decode_layout(self, size: int) -> Layout:
-        """Of a captured step of `size` sequences with one token each, all of which sample."""
+        """Of a captured step of up to `size` sequences with one token each, all of which sample."""
         return Layout(size, size, self._num_items(size))
 
-    def num_ints(self, layout: Layout) -> int:
-        return packed_size(self._sizes(layout))
+    def prompt_layout(self, num_tokens: int) -> Layout:
+        """Of a captured step of up to so many tokens, half of which may belong to decoding sequences."""
+        num_decoding = max(min(num_tokens // 2, self._rows.num_rows), 1)
+        num_tiles = -(-num_tokens // self._tile_queries) + _CAPTURED_CHUNKS
+        num_wanted = num_decoding + _CAPTURED_CHUNKS
+        return Layout(num_tokens, num_decoding, self._num_items(num_decoding), num_tiles * TILE_INTS, num_wanted)
 
-    def decode_batch(self, layout: Layout, ints: Tensor) -> InputBatch:
-        """The tensors of a captured step, whose integers `fill` brings before each replay."""
+    def fits(self, step: StepPlan, layout: Layout) -> bool:
+        """Whether a captured step of this layout can compute `step`."""
+        if step.wanted_tokens is None:
+            return layout.num_wanted == 0 and step.num_tokens == step.num_seqs <= layout.num_decoding
+        return (
+            step.num_tokens <= layout.num_tokens
+            and step.num_decoding <= layout.num_decoding
+            and step.num_seqs - step.num_decoding <= _CAPTURED_CHUNKS
+            and len(step.wanted_tokens) <= layout.num_wanted
+        )
+
+    def empty_ints(self, layout: Layout) -> Tensor:
+        """Where a captured step reads its integers; they hold a step of nothing at first."""
+        none = np.zeros(0, np.int64)
+        nothing = StepPlan(none, none, np.zeros(1, np.int64), none, 0, none, none, (), (), (), none, ())
+        return upload(self._pack(nothing, layout, np.zeros(0, np.int32)), self._device)
+
+    def batch(self, layout: Layout, ints: Tensor) -> InputBatch:
+        """The tensors of a captured step; queues the kernel that completes them on the device."""
         return self._batch(layout, ints, None)
 
-    def fill(self, step: StepPlan, size: int, into: Tensor) -> None:
-        """Send a decode step, padded to `size` sequences, to where its graph reads it."""
-        _, ints, _ = self._pack(step, size)
+    def fill(self, step: StepPlan, layout: Layout, into: Tensor) -> None:
+        """Send a step that fits `layout` to where a captured one reads it."""
+        ints = self._pack(step, layout, self._tiles(step))
         self._tokens.send_old_blocks()
         into.copy_(upload(ints, self._device))
 
-    def fill_empty(self, layout: Layout, into: Tensor) -> None:
-        """A step of padding alone, to warm up and capture with."""
-        none = np.zeros(0, np.int64)
-        nothing = StepPlan(none, none, np.zeros(1, np.int64), none, 0, none, none, (), (), (), none, ())
-        self.fill(nothing, layout.num_tokens, into)
-
     def _batch(self, layout: Layout, ints: Tensor, tiles: Ints | None) -> InputBatch:
-        """The tensors in a step's integers; queues the kernel that completes them on the device."""
+        """The tensors in a step's integers; queues the kernel that completes them on the device.
+
+        Args:
+            tiles: of an eager step, whose fresh tiles need not read pages; None: any tile may come.
+        """
         arrays, num_groups = unpack(ints, self._sizes(layout)), len(self._windows)
         token_ids, positions, slots = self._tokens.begin(arrays[: self._tokens.num_arrays])
         *decodes, tile_ints, wanted = arrays[self._tokens.num_arrays :]
         assert len(decodes) == num_groups
-        prefill = None if tiles is None else PrefillPlan.of(tiles, tile_ints, self._tile_queries)
+        prefill = None
+        if layout.num_tile_ints:
+            prefill = PrefillPlan(tile_ints, layout.num_tile_ints // TILE_INTS, 0, self._tile_queries)
+            if tiles is not None:
+                prefill = PrefillPlan.of(tiles, tile_ints, self._tile_queries)
         size = layout.num_decoding, layout.num_items
         plans = tuple(
             TritonPlan(
@@ -158,28 +192,26 @@ class TritonAttention:
         decode = plan_size(layout.num_decoding, layout.num_items) if layout.num_decoding else 0
         return [*tokens, *[decode] * len(self._windows), layout.num_tile_ints, layout.num_wanted]
 
-    def _pack(self, step: StepPlan, size: int) -> tuple[Layout, Ints, Ints | None]:
-        """A step's integers, padded up to `size` tokens, and among them those of the prefilling sequences.
+    def _tiles(self, step: StepPlan) -> Ints:
+        """Of the sequences with several tokens."""
+        if step.num_decoding == step.num_seqs:
+            return np.zeros(0, np.int32)
+        chunks = slice(step.num_decoding, None)
+        return plan_prefill(step.row[chunks], step.query_start[chunks], step.lengths[chunks], self._tile_queries)
 
-        Padding has no length: nothing is read for it.
-        """
-        num_chunks, extra = step.num_seqs - step.num_decoding, size - step.num_tokens
-        num_decoding = step.num_decoding + extra
-        num_items = self._num_items(num_decoding) if num_decoding else 0
+    def _pack(self, step: StepPlan, layout: Layout, tiles: Ints) -> Ints:
+        """A step's integers, padded to its layout. Padding has no length: nothing is read for it."""
+        n, extra = step.num_decoding, layout.num_decoding - step.num_decoding
         decodes: list[NDArray[Any]] = [np.zeros(0, np.int32)] * len(self._windows)
-        if num_decoding:
-            rows = padded(step.row[: step.num_decoding], extra, self._rows.num_rows).astype(np.int32)
-            lengths = padded(step.lengths[: step.num_decoding], extra).astype(np.int32)
-            decodes = [plan_decode(rows, lengths, window, num_items) for window in self._windows]
-        tiles = None
-        if num_chunks:
-            chunks = slice(step.num_decoding, None)
-            tiles = plan_prefill(step.row[chunks], step.query_start[chunks], step.lengths[chunks], self._tile_queries)
-        none = np.zeros(0, np.int32)
-        wanted = none if step.wanted_tokens is None else step.wanted_tokens
-        ints = pack([*self._tokens.arrays(step, size), *decodes, none if tiles is None else tiles, wanted])
-        layout = Layout(size, num_decoding, num_items, 0 if tiles is None else len(tiles), len(wanted))
-        return layout, ints, tiles
+        if layout.num_decoding:
+            rows = padded(step.row[:n], extra, self._rows.num_rows).astype(np.int32)
+            lengths = padded(step.lengths[:n], extra).astype(np.int32)
+            decodes = [plan_decode(rows, lengths, window, layout.num_items) for window in self._windows]
+        wanted = np.zeros(layout.num_wanted, np.int64)
+        if step.wanted_tokens is not None:
+            wanted[: len(step.wanted_tokens)] = step.wanted_tokens
+        all_tiles = padded(tiles, layout.num_tile_ints - len(tiles))
+        return pack([*self._tokens.arrays(step, layout.num_tokens), *decodes, all_tiles, wanted])
 
     def _num_items(self, num_seqs: int) -> int:
         return num_decode_items(num_seqs, self._num_kv_heads, self._num_sms)

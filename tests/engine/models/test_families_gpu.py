@@ -16,7 +16,7 @@ from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
 NO_GRAPHS = {"cuda_graphs": False}
-GRAPHS = {"cuda_graph_sizes": (1, 2, 4, 8)}
+GRAPHS = {"cuda_graph_sizes": (1, 2, 4, 8), "cuda_graph_token_sizes": (8, 16, 32, 64)}
 
 
 def on_gpu(**more: Any) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_eager_steps(family: str) -> None:
 def test_captured_steps(family: str) -> None:
     reference = reference_model(family)
     runner = make_runner(reference, backend="triton", device=torch.device("cuda"))
-    runner.capture((1, 2, 4))
+    runner.capture((1, 2, 4), (4, 8, 16, 32))
     play(reference, runner, num_tokens=20)
 
 
