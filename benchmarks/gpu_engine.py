@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pagedray.engine.messages import RunnerOutput
 
 PEER_NAME = "vLLM 0.26"
-PEER_SOURCE = "vLLM 0.26.0, torch 2.11, one H200, 2026-12-01; FACTS.md part II"
+PEER_SOURCE = "vLLM 0.26.0, torch 2.11, one H200, 2026-12-01"
 MAX_ID = 49151  # prompts are of ids that the peers' stand-in tokenizer has too
 
 

@@ -31,7 +31,7 @@ from benchmarks.report import header, row
 
 STREAMS_PER_PROCESS = 64
 PEER_NAME = "vLLM 0.26"
-PEER_SOURCE = "vLLM 0.26.0 serve and its bench client, one H200, 2026-12-01; FACTS.md part II"
+PEER_SOURCE = "vLLM 0.26.0 serve and its bench client, one H200, 2026-12-01"
 # (shape, input length, output length) → concurrency → figure, and what this project wants to reach where it said so
 PEER_RATE = {("llama-3.1-8b", 512, 128): {1: (200.0, 210.0), 32: (3648.0, 3900.0), 256: (6916.0, 7400.0)}}
 PEER_FIRST_MS = {("llama-3.1-8b", 512, 128): {1: (22.5, 22.0), 32: (340.0, None), 256: (979.0, None)}}

@@ -174,7 +174,7 @@ class Launch:
         blocks = f"{facts.num_blocks:,} blocks of {facts.block_size} tokens, {int(full * facts.max_model_len):,} tokens"
         say(f"KV cache   {blocks}: {full:.1f} sequences of full length ({facts.max_model_len:,} tokens) at once")
         say(f"attention  {facts.attention_backend}: {facts.attention_backend_reason}")
-        say(f"level      {describe_level(self._config)}")
+        say(f"level      {describe_level(self._config, facts)}")
         if self._logs:
             say(f"logs       {self._logs}")
         say(f"ready in {self._phases.total_s:.1f} s: {self._url} ({self._listener})")

@@ -193,19 +193,17 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     attention_backend: str
     attention_backend_reason: str
+    num_graphs: int = 0  # captured steps
     engine_id: str = ""  # new for each start of an engine
     start_phases: tuple[tuple[str, float], ...] = ()  # name, seconds, in order
 
 
-def describe_level(config: Config) -> str:
-    """The optimization level and what it and explicit settings came to."""
-    worker = config.worker
-    text = f"-O{worker.optimization_level}: {config.scheduler.run_ahead} steps planned ahead"
-    if worker.device == "cuda":
-        seqs, tokens = (max(sizes, default=0) for sizes in (worker.cuda_graph_sizes, worker.cuda_graph_token_sizes))
-        sizes = f"up to {seqs} sequences or {tokens} tokens"
-        text += f", CUDA graphs {sizes if worker.cuda_graphs else 'off'}"
-    return text
+def describe_level(config: Config, facts: EngineFacts) -> str:
+    """The optimization level, and what it and explicit settings came to."""
+    text = f"-O{config.worker.optimization_level}: {config.scheduler.run_ahead} steps planned ahead"
+    if facts.device == "cpu":
+        return text
+    return f"{text}, {facts.num_graphs or 'no'} CUDA graphs"
 
 
 def leaves() -> dict[str, type[Leaf]]:

@@ -7,6 +7,7 @@ import gc
 import logging
 import sys
 import time
+from bisect import bisect_left
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ class StepGraphs:
         if step.prompt_spans:
             return None
         ladder = self._decode if step.wanted_tokens is None else self._prompt
-        fitting = (layout for layout in ladder if self._attention.fits(step, layout))
+        first = bisect_left(ladder, step.num_tokens, key=lambda layout: layout.num_tokens)
+        fitting = (layout for layout in ladder[first:] if self._attention.fits(step, layout))
         layout = next(fitting, None)
         return None if layout is None else self._graphs[layout]
 

@@ -48,6 +48,7 @@ class ModelRunner:
         self.sampling = (GpuSamplingState if is_gpu else SamplingState)(rows.num_rows, vocab_size, self.device)
         self.sampler = (GpuSampler if is_gpu else Sampler)(self.sampling)
         self._graphs: StepGraphs | None = None
+        self._sampled_rows: tuple[tuple[int, ...], Tensor] = (), self.rows.last_token[:0]
         self._copy_stream = torch.cuda.Stream(self.device) if is_gpu else None
 
     def capture(self, num_seqs: tuple[int, ...], num_tokens: tuple[int, ...] = ()) -> None:
@@ -85,7 +86,9 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, step: StepPlan) -> SampledTokens:  # logits [S, V]
         tokens = self.sampler.sample(logits, self.sampling.gather(step.sampling_rows, step.sampling_positions))
-        self.rows.last_token.index_copy_(0, upload(step.sampling_rows, self.device), tokens.token_ids)
+        if step.sampling_rows != self._sampled_rows[0]:  # they rarely change from one decode step to the next
+            self._sampled_rows = step.sampling_rows, upload(step.sampling_rows, self.device)
+        self.rows.last_token.index_copy_(0, self._sampled_rows[1], tokens.token_ids)
         return tokens
 
     def _score_prompt(self, hidden: Tensor, span: PromptSpan) -> PromptScores:

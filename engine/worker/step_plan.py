@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +56,7 @@ class StepPlan:
     def num_seqs(self) -> int:
         return len(self.row)
 
-    @property
+    @functools.cached_property
     def wanted_tokens(self) -> NDArray[np.int64] | None:
         """Whose hidden states are wanted, in the order of `sampled`; one at least. None: all, as they lie."""
         if self.prompt_spans or np.array_equal(self.sampling_tokens, np.arange(self.num_tokens)):

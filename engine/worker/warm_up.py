@@ -46,9 +46,10 @@ class MadeUpSteps:
     def widest(self) -> Iterator[SchedulerOutput]:
         """As many prompt tokens as a step may have, then as many sequences, all of them sampling."""
         longest = min(self._max_tokens, self._size.max_model_len - 1)
-        count = min(-(-self._max_tokens // longest), self._num_rows)
-        yield self._begin([longest] * count, _GREEDY)
-        yield self._free(count)
+        full, rest = divmod(self._max_tokens, longest)
+        lengths = ([longest] * full + [rest] * (rest > 0))[: self._num_rows]
+        yield self._begin(lengths, _GREEDY)
+        yield self._free(len(lengths))
         yield self._begin([1] * self._num_rows, _FILTERED)
         yield self._free(self._num_rows)
 

@@ -135,7 +135,8 @@ class Worker:
         for out in parts.made_up_steps(size).everything(device.type == "cuda"):
             self._runner.run(out).wait()
         phases.end("warm up")
-        if any(sizes := parts.graph_sizes()):
+        sizes = parts.graph_sizes()
+        if any(sizes):
             with memory_for("graphs", "lower gpu_memory_utilization, or give fewer cuda_graph_sizes"):
                 self._runner.capture(*sizes)
             phases.end("capture graphs")
@@ -159,6 +160,7 @@ class Worker:
             device=device.type,
             attention_backend=backend,
             attention_backend_reason=reason,
+            num_graphs=sum(map(len, sizes)),
             engine_id=secrets.token_hex(8),
             start_phases=tuple(phases.ended),
         )

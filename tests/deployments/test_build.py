@@ -11,6 +11,7 @@ import yaml
 from ray.serve import Application
 
 from pagedray.deployments.build import build, bundles, num_cpus
+from pagedray.deployments.devices import device_here, device_of_cluster
 from pagedray.engine.config import load_config
 from pagedray.engine.errors import ConfigError
 from tests.deployments.served import ROOT
@@ -46,6 +47,23 @@ def test_the_shipped_file_is_valid_and_shows_defaults() -> None:
 def test_each_worker_has_a_bundle() -> None:
     assert bundles(load_config()) == [{"CPU": 0.5}, {"CPU": 1.0}]
     assert num_cpus(load_config({"num_engine_replicas": 2, "num_ingress_replicas": 4})) == 4.0
+
+
+def test_a_worker_on_a_gpu_has_one_in_its_bundle() -> None:
+    config = load_config(auto_device=lambda: "cuda")
+    assert bundles(config) == [{"CPU": 0.5}, {"CPU": 1.0, "GPU": 1.0}]
+    assert num_cpus(config) == 1.75
+
+
+def test_a_gpu_is_found_by_its_drivers_files(tmp_path: Path) -> None:
+    (tmp_path / "nvidiactl").touch()
+    assert device_here(tmp_path) == "cpu"
+    (tmp_path / "nvidia0").touch()
+    assert device_here(tmp_path) == "cuda"
+
+
+def test_without_a_cluster_auto_is_the_cpu() -> None:
+    assert device_of_cluster() == "cpu"
 
 
 def test_importing_deployments_leaves_rays_environment_open() -> None:

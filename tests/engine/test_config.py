@@ -2,18 +2,21 @@
 
 from typing import NoReturn
 
+import msgspec
 import pytest
 
 from pagedray.engine.config import (
     GPU_DEFAULTS,
     OPTIMIZATION_LEVELS,
     Config,
+    Device,
     WorkerConfig,
     describe_level,
     leaves,
     load_config,
 )
 from pagedray.engine.errors import ConfigError
+from tests.fakes import FakeWorker
 
 ON_A_CPU = Config(worker=WorkerConfig(device="cpu"))
 
@@ -110,12 +113,14 @@ def test_a_level_is_a_preset_that_explicit_settings_override(level: int) -> None
 
 
 def test_a_level_is_told_with_what_came_of_it() -> None:
-    assert describe_level(load_config()) == "-O2: 2 steps planned ahead"
-    told = describe_level(load_config(overrides={"cuda_graph_sizes": (1, 8)}, auto_device=lambda: "cuda"))
-    assert told == "-O2: 3 steps planned ahead, CUDA graphs up to 8 sequences or 2048 tokens"
-    assert describe_level(load_config(overrides={"device": "cuda", "optimization_level": 0})) == (
-        "-O0: 1 steps planned ahead, CUDA graphs off"
-    )
+    def told(device: Device, num_graphs: int, **settings: object) -> str:
+        config = load_config(overrides={"device": device, **settings})
+        facts = msgspec.structs.replace(FakeWorker(config).load(), device=device, num_graphs=num_graphs)
+        return describe_level(config, facts)
+
+    assert told("cpu", 0) == "-O2: 2 steps planned ahead"
+    assert told("cuda", 35) == "-O2: 3 steps planned ahead, 35 CUDA graphs"
+    assert told("cuda", 0, optimization_level=0) == "-O0: 1 steps planned ahead, no CUDA graphs"
 
 
 def test_field_names_are_unique_over_the_tree() -> None:

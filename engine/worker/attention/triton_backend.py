@@ -17,7 +17,7 @@ from pagedray.engine.worker.input_batch import InputBatch
 from pagedray.engine.worker.kv_cache import KVCache
 from pagedray.engine.worker.row_state import RowState
 from pagedray.engine.worker.step_plan import StepPlan
-from pagedray.engine.worker.upload import upload
+from pagedray.engine.worker.upload import upload, upload_into
 from pagedray.kernels.paged_decode import (
     DecodePlan,
     DecodeScratch,
@@ -154,7 +154,7 @@ class TritonAttention:
         """Send a step that fits `layout` to where a captured one reads it."""
         ints = self._pack(step, layout, self._tiles(step))
         self._tokens.send_old_blocks()
-        into.copy_(upload(ints, self._device))
+        upload_into(ints, into)
 
     def _batch(self, layout: Layout, ints: Tensor, tiles: Ints | None) -> InputBatch:
         """The tensors in a step's integers; queues the kernel that completes them on the device.
