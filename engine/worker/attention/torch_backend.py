@@ -39,7 +39,6 @@ class TorchAttention:
     """Plans steps for `kernels.paged_attention`."""
 
     name = "torch"
-    can_capture = False
     wants_by_length = True
 
     def __init__(self, cache: KVCache, rows: RowState):
