@@ -83,7 +83,7 @@ class CacheConfig(Leaf):
 
 class SchedulerConfig(Leaf):
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences computed in one step.")
-    max_num_batched_tokens: int = Field(512, ge=1, description="Most tokens computed in one step.")
+    max_num_batched_tokens: int = Field(1024, ge=1, description="Most tokens computed in one step.")
     prefill_chunk_tokens: int | None = Field(
         None,
         ge=1,

@@ -28,9 +28,12 @@ from torch import Tensor
 from pagedray.kernels.case import Case
 
 # Gathered keys and values of one bucket should still be in the cache when they are read.
-_BUCKET_BYTES = 8 * 2**20
+_BUCKET_BYTES = 16 * 2**20
 # A narrow product of bf16 costs more to start than to compute: below this many scores one fused call is faster.
 _FEW_SCORES = 2048
+
+# Matrix units read 16 rows at a time: with fewer queries than that, the keys are the better rows.
+_FEW_QUERIES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +55,23 @@ class _Bucket:
 
     first: int
     last: int
-    rows: Tensor  # [2 * S * K * blocks] int64: what to gather, as rows of pages.view(-1, B * D)
+    rows: Tensor  # [2, S * K * blocks] int64: what to gather, as rows of pages.view(-1, B * D)
     gathered: Tensor  # [2 * S * K * blocks, B * D]: where to; all gathers of a step share this memory
     seen: slice  # of the gathered positions
-    mask: Tensor | None  # [S * K, 1, L] of the pages' type, 0 or -inf; None: one sequence, which sees all of `seen`
+    mask: Tensor | None  # [S, 1, L] of the pages' type, 0 or -inf; None: one sequence, which sees all of `seen`
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """Tokens first … last of the batch: a piece of one sequence's prompt."""
+    """Tokens first … last of the batch: a piece of one prompt, or the beginnings of several, equally long."""
 
     first: int
     last: int
+    num_seqs: int
     rows: Tensor | None  # [2 * K * blocks] int64; None: nothing was cached, so the step's own keys and values are all
     gathered: Tensor  # as for buckets
     length: int
-    mask: Tensor | None  # [T, L]; None: causal from the first position on
+    mask: Tensor | None  # [T, L] of each sequence; None: causal from the first position on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +133,7 @@ def paged_attention(
 ) -> Tensor:
     num_kv_heads, block_size, head_dim = pages.shape[2:]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
-    pages.view(-1, head_dim).index_copy_(0, plan.slots, qkv[:, num_heads:].reshape(-1, head_dim))
+    pages.view(-1, head_dim)[plan.slots] = qkv[:, num_heads:].reshape(-1, head_dim)
     page_rows = pages.view(-1, block_size * head_dim)
     if len(plan.buckets) == 1 and not plan.chunks:
         return _decode(qkv[:, :num_heads], page_rows, plan.buckets[0], num_kv_heads, scale, softcap)
@@ -149,55 +153,68 @@ def _decode(
     """One query a sequence: the query heads of one key head are the rows of a product of their own. q [S, H, D]."""
     num_seqs, num_heads, head_dim = q.shape
     num_products, group = num_seqs * num_kv_heads, num_heads // num_kv_heads
-    torch.index_select(page_rows, 0, bucket.rows, out=bucket.gathered)
-    seen = bucket.gathered.view(2, num_products, -1, head_dim)[:, :, bucket.seen]
-    if softcap is None and q.dtype != torch.float32 and num_products * seen.shape[2] <= _FEW_SCORES:
-        keys, values = seen.unsqueeze(1) if num_seqs == 1 else seen.view(2, num_seqs, num_kv_heads, -1, head_dim)
-        mask = None if bucket.mask is None else bucket.mask.view(num_seqs, num_kv_heads, 1, -1)
+    num_seen = bucket.rows.shape[1] // num_products * page_rows.shape[1] // head_dim
+    if softcap is None and q.dtype != torch.float32 and num_products * num_seen <= _FEW_SCORES:
+        torch.index_select(page_rows, 0, bucket.rows.view(-1), out=bucket.gathered)
+        seen = bucket.gathered.view(2, num_seqs, num_kv_heads, -1, head_dim)
+        keys, values = seen[:, :, :, bucket.seen]
+        mask = None if bucket.mask is None else bucket.mask.unsqueeze(1)
         q = q.view(num_seqs, num_kv_heads, group, head_dim)
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
         return y.reshape(num_seqs, num_heads * head_dim)
-    keys, values = seen
+    # keys, then values, in the same memory: half as much goes through the cache
+    keys, values = (bucket.gathered[: bucket.rows.shape[1]].view(num_products, -1, head_dim)[:, bucket.seen],) * 2
+    torch.index_select(page_rows, 0, bucket.rows[0], out=bucket.gathered[: bucket.rows.shape[1]])
     scores = _scores(q.reshape(num_products, group, head_dim), keys, bucket.mask, scale, softcap)
-    return torch.bmm(torch.softmax(scores, -1), values).view(num_seqs, num_heads * head_dim)
+    p = torch.softmax(scores, -1)
+    torch.index_select(page_rows, 0, bucket.rows[1], out=bucket.gathered[: bucket.rows.shape[1]])
+    return torch.bmm(p, values).view(num_seqs, num_heads * head_dim)
 
 
 def _prefill(
     qkv: Tensor, page_rows: Tensor, chunk: _Chunk, num_kv_heads: int, scale: float, softcap: float | None
 ) -> Tensor:
-    """Several queries of one sequence. qkv [T, H + 2K, D]."""
+    """Several queries of each sequence. qkv [T, H + 2K, D]."""
     num_tokens, width, head_dim = qkv.shape
     num_heads = width - 2 * num_kv_heads
-    q = qkv[:, :num_heads].transpose(0, 1)  # [H, T, D]
+    heads = qkv.unflatten(0, (chunk.num_seqs, -1)).transpose(1, 2)  # [S, H + 2K, T, D]
+    q = heads[:, :num_heads]
     if chunk.rows is None:
-        keys, values = qkv[:, num_heads:].transpose(0, 1).split(num_kv_heads)  # [K, L, D]
+        keys, values = heads[:, num_heads:].split(num_kv_heads, 1)  # [S, K, L, D]
     else:
         torch.index_select(page_rows, 0, chunk.rows, out=chunk.gathered)
-        keys, values = chunk.gathered.view(2, num_kv_heads, -1, head_dim)[:, :, : chunk.length]
+        keys, values = chunk.gathered.view(2, 1, num_kv_heads, -1, head_dim)[:, :, :, : chunk.length]
     if softcap is None:
         y = F.scaled_dot_product_attention(
-            q[None],
-            keys[None],
-            values[None],
+            q,
+            keys,
+            values,
             attn_mask=chunk.mask,
             is_causal=chunk.mask is None,
             scale=scale,
             enable_gqa=num_heads != num_kv_heads,
-        )[0]
+        )
     else:
         group = num_heads // num_kv_heads
-        mask = _causal_mask(num_tokens, chunk.length, None, q) if chunk.mask is None else chunk.mask
-        scores = _scores(q, keys.repeat_interleave(group, 0), mask, scale, softcap)
-        y = torch.bmm(torch.softmax(scores, -1), values.repeat_interleave(group, 0))
-    return y.transpose(0, 1).reshape(num_tokens, num_heads * head_dim)
+        mask = _causal_mask(q.shape[2], chunk.length, None, q) if chunk.mask is None else chunk.mask
+        keys, values = (x.repeat_interleave(group, 1).flatten(0, 1) for x in (keys, values))
+        scores = _scores(q.flatten(0, 1), keys, mask, scale, softcap)
+        y = torch.bmm(torch.softmax(scores, -1), values).unflatten(0, (chunk.num_seqs, -1))
+    return y.transpose(1, 2).reshape(num_tokens, num_heads * head_dim)
 
 
 def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """q [N, G, D], keys [N, L, D] → [N, G, L]."""
-    scores = torch.bmm(q, keys.transpose(1, 2))
+    """q [N, G, D], keys [N, L, D] → [N, G, L]. A mask [S, 1, L] is shared by N / S products each, one [G, L] by all."""
+    if q.shape[1] < _FEW_QUERIES and q.dtype == torch.bfloat16:
+        scores = q.new_empty(*q.shape[:2], keys.shape[1]).copy_(torch.bmm(keys, q.transpose(1, 2)).transpose(1, 2))
+    else:
+        scores = torch.bmm(q, keys.transpose(1, 2))
     if softcap is not None:
         scores, scale = scores.mul_(scale / softcap).tanh_(), softcap
-    return scores.mul_(scale) if mask is None else torch.add(mask, scores, alpha=scale)
+    if mask is None:
+        return scores.mul_(scale)
+    by_mask = scores if mask.dim() == 2 else scores.view(len(mask), -1, scores.shape[-1])
+    return torch.add(mask, by_mask, alpha=scale).view(scores.shape)
 
 
 def plan_attention(batch: PagedBatch, pages: Tensor, workspace: Workspace) -> AttentionPlan:
@@ -208,12 +225,12 @@ def plan_attention(batch: PagedBatch, pages: Tensor, workspace: Workspace) -> At
     assert (num_queries[num_decoding:] > 1).all(), "sequences with one query come first"
     slots = _write_slots(batch, num_queries, num_kv_heads, block_size)
     buckets = _buckets(batch, pages, num_decoding)
-    chunks = [_chunk(batch, pages, seq) for seq in range(num_decoding, len(num_queries))]
-    sizes = [len(b.rows) for b in buckets] + [len(c.rows) for c in chunks if c.rows is not None]
+    chunks = _chunks(batch, pages, num_decoding)
+    sizes = [b.rows.numel() for b in buckets] + [len(c.rows) for c in chunks if c.rows is not None]
     room = workspace.take(max(sizes, default=0), block_size * head_dim)
     return AttentionPlan(
         slots=torch.from_numpy(slots).to(pages.device),
-        buckets=tuple(dataclasses.replace(b, gathered=room[: len(b.rows)]) for b in buckets),
+        buckets=tuple(dataclasses.replace(b, gathered=room[: b.rows.numel()]) for b in buckets),
         chunks=tuple(c if c.rows is None else dataclasses.replace(c, gathered=room[: len(c.rows)]) for c in chunks),
     )
 
@@ -256,26 +273,41 @@ def _buckets(batch: PagedBatch, pages: Tensor, num_decoding: int) -> list[_Bucke
         else:
             position = first_block[seqs, None] * block_size + np.arange(longest * block_size)
             hidden = (position >= lengths[seqs, None]) | (position < low[seqs, None])
-            mask = _additive(torch.from_numpy(hidden), pages).repeat_interleave(num_kv_heads, 0).unsqueeze(1)
-        rows = torch.from_numpy(_page_rows(blocks, num_kv_heads)).to(pages.device)
+            mask = _additive(torch.from_numpy(hidden), pages).unsqueeze(1)
+        rows = torch.from_numpy(_page_rows(blocks, num_kv_heads)).view(2, -1).to(pages.device)
         buckets.append(_Bucket(begin, end, rows, nowhere, seen, mask))
         end = begin
     return buckets
 
 
-def _chunk(batch: PagedBatch, pages: Tensor, seq: int) -> _Chunk:
+def _chunks(batch: PagedBatch, pages: Tensor, num_decoding: int) -> list[_Chunk]:
+    """Neighbours with equally long beginnings share a chunk."""
+    num_queries = np.diff(batch.query_start_cpu)
+    is_fresh = batch.lengths_cpu == num_queries
+    chunks, seq = [], num_decoding
+    while seq < len(num_queries):
+        end = seq + 1
+        while is_fresh[seq] and end < len(num_queries) and is_fresh[end] and num_queries[end] == num_queries[seq]:
+            end += 1
+        chunks.append(_chunk(batch, pages, seq, end))
+        seq = end
+    return chunks
+
+
+def _chunk(batch: PagedBatch, pages: Tensor, seq: int, end: int) -> _Chunk:
     num_kv_heads, block_size, _ = pages.shape[2:]
-    first, last = (int(i) for i in batch.query_start_cpu[seq : seq + 2])
+    first, last = int(batch.query_start_cpu[seq]), int(batch.query_start_cpu[end])
+    num_queries = (last - first) // (end - seq)
     length, window = int(batch.lengths_cpu[seq]), batch.window
-    start, nowhere = length - (last - first), pages.new_empty(0)
+    start, nowhere = length - num_queries, pages.new_empty(0)
     if start == 0:
         mask = None if window is None or window >= length else _causal_mask(length, length, window, pages)
-        return _Chunk(first, last, None, nowhere, length, mask)
+        return _Chunk(first, last, end - seq, None, nowhere, length, mask)
     first_block = 0 if window is None else max(start - window + 1, 0) // block_size
     blocks = batch.block_tables_cpu[seq, first_block : -(-length // block_size)]
     rows = torch.from_numpy(_page_rows(blocks[None], num_kv_heads)).to(pages.device)
     num_seen = length - first_block * block_size
-    return _Chunk(first, last, rows, nowhere, num_seen, _causal_mask(last - first, num_seen, window, pages))
+    return _Chunk(first, last, 1, rows, nowhere, num_seen, _causal_mask(num_queries, num_seen, window, pages))
 
 
 def _page_rows(blocks: NDArray[np.int32], num_kv_heads: int) -> NDArray[np.int64]:
@@ -300,12 +332,16 @@ def _additive(hidden: Tensor, like: Tensor) -> Tensor:
 
 
 def make_inputs(case: Case) -> tuple[Tensor, Tensor, PagedBatch, float, float | None]:
-    """`S` sequences decode, `P` prefill chunks of up to `T` tokens; lengths up to `L`, in shuffled blocks."""
+    """`S` sequences decode, `P` prefill chunks of up to `T` tokens; lengths up to `L`, in shuffled blocks.
+    even: the chunks are whole prompts of `T` tokens.
+    """
     rng = np.random.default_rng(case["L"] + case["S"])
     num_decoding, num_chunks, block_size = case["S"], case.get("P"), case.get("B", 4)
     starts = np.sort(rng.integers(0, case["L"], num_decoding))
     starts = np.concatenate([starts, rng.integers(0, case["L"], num_chunks) * (np.arange(num_chunks) % 2)])
     num_queries = np.concatenate([np.ones(num_decoding, np.int64), rng.integers(2, case.get("T", 2) + 1, num_chunks)])
+    if case.get("even"):
+        starts[num_decoding:], num_queries[num_decoding:] = 0, case["T"]
     lengths = starts + num_queries
     width = -(-int(lengths.max()) // block_size) + 1
     blocks = rng.permutation(np.arange(1, len(lengths) * width + 1)).reshape(len(lengths), width)
@@ -330,4 +366,7 @@ CASES = [
     Case("paged_attention", S=3, P=4, L=30, T=25, W=7, H=4, K=2, D=16),
     Case("paged_attention", S=2, P=4, L=30, T=9, W=7, H=6, K=1, D=16, B=1, softcap=2),
     Case("paged_attention", S=2, P=4, L=30, T=9, H=2, K=2, D=16, softcap=3),
+    Case("paged_attention", S=2, P=3, L=30, T=20, even=1, H=6, K=2, D=16),
+    Case("paged_attention", S=2, P=3, L=30, T=20, even=1, W=7, H=6, K=2, D=16),
+    Case("paged_attention", S=2, P=3, L=30, T=20, even=1, W=7, H=6, K=2, D=16, softcap=3),
 ]

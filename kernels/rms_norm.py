@@ -64,9 +64,11 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
     if x.is_cuda:
         return rms_norm_triton(x, w, eps)
-    if w.dtype == x.dtype:
+    if x.dtype == torch.float32:
         return F.rms_norm(x, x.shape[-1:], None, eps).mul_(w)
-    return F.rms_norm(x.float(), x.shape[-1:], None, eps).mul_(w).to(x.dtype)
+    y = x.float()  # normalized in place: torch's own norm makes three such copies, more than the cache holds
+    scale = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return y.mul_(scale).to(w.dtype).mul_(w).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, r: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:

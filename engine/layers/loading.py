@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from pagedray.engine.layers.linear import Linear
 from pagedray.engine.layers.norm import HeadNorm, RMSNorm
@@ -12,10 +12,10 @@ from pagedray.engine.worker.host_memory import use_huge_pages
 
 def finish_loading(model: nn.Module) -> None:
     """Let every layer that prepares its weights do so; called once, when all slots are filled."""
-    packed = []
+    matrices: list[Tensor] = []
     for module in model.modules():
         if isinstance(module, Linear | RMSNorm | HeadNorm | Rotary):
             module.finish_loading()
-        if isinstance(module, Linear) and module.packed is not None:
-            packed.append(module.packed)
-    use_huge_pages(packed)
+        if isinstance(module, Linear):
+            matrices += (matrix for matrix in module.matrices() if matrix.device.type == "cpu")
+    use_huge_pages(matrices)

@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from pagedray.engine.layers.linear import Linear, QKVLinear, can_pack
+from pagedray.engine.layers.linear import Linear, QKVLinear, SiluGatedLinear, can_pack, should_pack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_packing_changes_nothing_but_the_layout(dtype: torch.dtype, bias: bool) -> None:
     generator = torch.Generator().manual_seed(1)
-    layer = Linear(24, 10, 6, bias=bias).to(dtype)
+    layer = Linear(24, 300, 100, bias=bias).to(dtype)
     for i, slot in enumerate(layer.slots("a", "b").values()):
         slot.copy_(torch.randn(slot.shape, generator=generator) + i)
     assert layer.weight is not None
@@ -20,6 +20,26 @@ def test_packing_changes_nothing_but_the_layout(dtype: torch.dtype, bias: bool) 
         torch.testing.assert_close(layer(x), expected)
     assert (layer.packed is not None, layer.weight is None) == (is_packed, is_packed)  # no second copy in memory
     assert is_packed or dtype != torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_gate_equals_separate_passes(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    layer = SiluGatedLinear(16, 160).to(dtype)
+    for slot in layer.slots("gate", "up").values():
+        slot.copy_(torch.randn(slot.shape, generator=generator))
+    assert layer.weight is not None
+    is_packed = can_pack(layer.weight)
+    x = torch.randn(5, 16, generator=generator).to(dtype)
+    with torch.inference_mode():
+        expected = layer(x)
+        layer.finish_loading()
+        assert len(layer.matrices()) == (2 if is_packed else 1)
+        torch.testing.assert_close(layer(x), expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+def test_narrow_float32_layers_stay_as_they_are() -> None:
+    assert not should_pack(torch.empty(48, 24))
 
 
 def test_a_type_without_a_kernel_stays_as_it_is() -> None:

@@ -60,7 +60,7 @@ def test_facts_and_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.model_names == ("one", "two")
     assert (facts.vocab_size, facts.max_model_len, facts.block_size) == (512, 512, 4)
     assert facts.block_groups == (None, 16, 16)
-    # a window of 16 and a step of 512 tokens lie in at most 132 blocks, more than a whole sequence takes
+    # a window of 16 and a step of 1024 tokens lie in at most 260 blocks, more than a whole sequence takes
     assert (facts.num_blocks, facts.kv_capacity_tokens) == (2 * 3 * 128, 512)
     assert (facts.eos_ids, facts.enable_prefix_caching) == ((2,), False)
     assert (facts.dtype, facts.device, facts.attention_backend) == ("float32", "cpu", "torch")
