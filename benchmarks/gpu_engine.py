@@ -103,7 +103,7 @@ class NoText:
     chat_template: str | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        raise NotImplementedError("prompts are token ids here")
+        raise TypeError("this tokenizer has no words: give prompts as token ids")
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""

@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,7 +43,8 @@ def transformers_side(dtype: str) -> Iterator[Generate]:
     """transformers' model with the checkpoint's weights."""
     checkpoint = open_checkpoint(EMBEDDED_MODEL)
     model = LlamaForCausalLM(LlamaConfig(**checkpoint.config)).to(getattr(torch, dtype)).eval()
-    load_weights(Slots(model), checkpoint, torch.device("cpu"))
+    slots = {name: weight.data for name, weight in model.named_parameters() if name != "lm_head.weight"}
+    load_weights(SimpleNamespace(weight_slots=lambda: slots), checkpoint, torch.device("cpu"))
 
     def generate(prompts: Prompts) -> list[list[int]]:
         ids = torch.tensor(prompts)
@@ -59,14 +61,6 @@ def transformers_side(dtype: str) -> Iterator[Generate]:
         return out[:, ids.shape[1] :].tolist()
 
     yield generate
-
-
-class Slots:
-    def __init__(self, model: torch.nn.Module):
-        self.model = model
-
-    def weight_slots(self) -> dict[str, torch.Tensor]:
-        return {n: p.data for n, p in self.model.named_parameters() if n != "lm_head.weight"}
 
 
 @contextlib.contextmanager

@@ -200,7 +200,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe_level(config: Config, facts: EngineFacts) -> str:
     """The optimization level, and what it and explicit settings came to."""
-    text = f"-O{config.worker.optimization_level}: {config.scheduler.run_ahead} steps planned ahead"
+    ahead = config.scheduler.run_ahead
+    text = f"-O{config.worker.optimization_level}: {ahead} step{'s' * (ahead > 1)} in flight"
     if facts.device == "cpu":
         return text
     return f"{text}, {facts.num_graphs or 'no'} CUDA graphs"

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from pagedray.engine.layers.layer import Layer
+from pagedray.engine.models.spec import Activation
+from pagedray.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from pagedray.kernels.small_linear import small_gated_linear, small_linear
 
+_GATES = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 _WIDE = 16  # outputs per input: those of a head
 
 
@@ -50,33 +53,35 @@ class Linear(Layer):
         return [matrix for matrix in (self.weight, self.packed) if matrix is not None]
 
 
-class SiluGatedLinear(Linear):
-    """silu(x G^T) * (x U^T), two stacked projections.
+class GatedLinear(Linear):
+    """act(x G^T) * (x U^T), two stacked projections."""
 
-    Packed, they are two products that end with silu and with the multiplication, on numbers still in registers: over
-    the thousands of tokens that prompts bring, passes of their own would take half as long as the products.
-    """
-
-    def __init__(self, num_in: int, num_out: int):
-        super().__init__(num_in, num_out, num_out)
+    def __init__(self, num_in: int, num_out: int, activation: Activation, bias: bool = False):
+        super().__init__(num_in, num_out, num_out, bias=bias)
+        self.activation = activation
         self.packed_up: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None:
-            assert self.weight is not None
-            return small_gated_linear(x, self.weight, "silu")
-        gate = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "swish", [], "")
-        y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self.packed_up, None, "mul")
-        return y
+        if self.packed_up is not None:
+            gate = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "swish", [], "")
+            y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self.packed_up, None, "mul")
+            return y
+        if self.weight is not None and self.bias is None:
+            return small_gated_linear(x, self.weight, self.activation)
+        return _GATES[self.activation](super().forward(x))
 
     def matrices(self) -> list[Tensor]:
         return super().matrices() if self.packed_up is None else [*super().matrices(), self.packed_up]
 
     def finish_loading(self) -> None:
+        """Pack silu's as two products that end with silu and with the multiplication, on numbers still in registers:
+        over the thousands of tokens that prompts bring, passes of their own would take half as long as the products."""
         assert self.weight is not None
-        if should_pack(self.weight):
+        if self.activation == "silu" and self.bias is None and should_pack(self.weight):
             self.packed, self.packed_up = map(pack, self.weight.data.chunk(2))
             self.weight = None
+        else:
+            super().finish_loading()
 
 
 class QKVLinear(Linear):

@@ -18,7 +18,7 @@ from pagedray.engine.worker.row_state import RowState
 from pagedray.engine.worker.runner import ModelRunner
 from pagedray.engine.worker.warm_up import MadeUpSteps
 
-FP8_KV_SCALE = 1.0
+KV_SCALE = 1.0  # of fp8 keys and values: theirs lie far within e4m3's range of +-448
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,9 @@ class Assembly:
         config = self.config
         settings = self.kv_dtype, config.cache, config.scheduler, config.model.max_model_len
         if self.device.type == "cpu":
+            return size_cache(self.spec, *settings)
+        if config.cache.num_kv_blocks or config.cache.kv_cache_memory_bytes:
+            self._run_widest_steps()  # finds out whether a step has room too
             return size_cache(self.spec, *settings)
         return size_cache(
             self.spec,
@@ -83,13 +86,9 @@ class Assembly:
         if self.backend == "torch":
             return TorchAttention(cache, rows)
         if self.backend == "flashinfer":
-            return FlashInferAttention(cache, rows, self.spec, self.dtype, self._kv_scale)
+            return FlashInferAttention(cache, rows, self.spec, self.dtype, KV_SCALE)
         num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return TritonAttention(cache, rows, self.spec.num_heads, self.dtype, self._kv_scale, num_sms)
-
-    @property
-    def _kv_scale(self) -> float:
-        return FP8_KV_SCALE
+        return TritonAttention(cache, rows, self.spec.num_heads, self.dtype, KV_SCALE, num_sms)
 
     def _run_widest_steps(self) -> None:
         """With a cache of a few blocks, which all sequences share."""

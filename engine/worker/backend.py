@@ -61,7 +61,7 @@ def choose_backend(machine: Machine, device: str, dtype: str, head_dim: int, for
     if device == "cpu":
         return "torch", f"the only one for a CPU ({what})"
     if trouble["triton"] is None:
-        return "triton", f"kernels of our own, decode steps as CUDA graphs ({what})"
+        return "triton", f"kernels of our own ({what})"
     return "torch", f"triton {trouble['triton']} ({what})"
 
 

@@ -118,9 +118,9 @@ def test_a_level_is_told_with_what_came_of_it() -> None:
         facts = msgspec.structs.replace(FakeWorker(config).load(), device=device, num_graphs=num_graphs)
         return describe_level(config, facts)
 
-    assert told("cpu", 0) == "-O2: 2 steps planned ahead"
-    assert told("cuda", 35) == "-O2: 3 steps planned ahead, 35 CUDA graphs"
-    assert told("cuda", 0, optimization_level=0) == "-O0: 1 steps planned ahead, no CUDA graphs"
+    assert told("cpu", 0) == "-O2: 2 steps in flight"
+    assert told("cuda", 35) == "-O2: 3 steps in flight, 35 CUDA graphs"
+    assert told("cuda", 0, optimization_level=0) == "-O0: 1 step in flight, no CUDA graphs"
 
 
 def test_field_names_are_unique_over_the_tree() -> None:

@@ -14,12 +14,12 @@ from pagedray.engine.layers.norm import HeadNorm
 from pagedray.engine.layers.rotary import Rotation
 from pagedray.engine.models.spec import ModelSpec
 from pagedray.engine.worker.attention.step_ints import TokenInts, pack, unpack
+from pagedray.engine.worker.attention.write_heads import write_heads
 from pagedray.engine.worker.input_batch import InputBatch
 from pagedray.engine.worker.kv_cache import KVCache
 from pagedray.engine.worker.row_state import RowState
 from pagedray.engine.worker.step_plan import StepPlan
 from pagedray.engine.worker.upload import upload
-from pagedray.kernels.write_qkv import write_qkv
 
 _WORKSPACE_BYTES = 256 * 2**20
 
@@ -42,12 +42,8 @@ class FlashInferPlan:
         softcap: float | None,
     ) -> Tensor:
         """Scale and softcap are the plan's."""
-        cos, sin = rotation
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        write_qkv(qkv, pages, self.slots, cos, sin, weight, eps, self.kv_scale, self.kv_scale)
-        num_heads, n = qkv.shape[1] - 2 * pages.shape[2], self.num_decoding
-        q = qkv[:, :num_heads].contiguous()
-        y = torch.empty_like(q)
+        q = write_heads(qkv, pages, self.slots, rotation, norm, self.kv_scale).contiguous()
+        y, n = torch.empty_like(q), self.num_decoding
         scales = {"k_scale": self.kv_scale, "v_scale": self.kv_scale}
         if self.decode is not None:
             self.decode.run(q[:n], pages, out=y[:n], **scales)

@@ -13,6 +13,7 @@ from torch import Tensor
 from pagedray.engine.layers.norm import HeadNorm
 from pagedray.engine.layers.rotary import Rotation
 from pagedray.engine.worker.attention.step_ints import Ints, TokenInts, pack, padded, unpack
+from pagedray.engine.worker.attention.write_heads import write_heads
 from pagedray.engine.worker.input_batch import InputBatch
 from pagedray.engine.worker.kv_cache import KVCache
 from pagedray.engine.worker.row_state import RowState
@@ -28,7 +29,6 @@ from pagedray.kernels.paged_decode import (
     plan_size,
 )
 from pagedray.kernels.paged_prefill import TILE_INTS, PrefillPlan, paged_prefill, plan_prefill, queries_per_tile
-from pagedray.kernels.write_qkv import write_qkv
 
 _CAPTURED_CHUNKS = 8  # most prompt chunks of a captured step
 
@@ -52,12 +52,9 @@ class TritonPlan:
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        cos, sin = rotation
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        write_qkv(qkv, pages, self.slots, cos, sin, weight, eps, self.kv_scale, self.kv_scale)
-        num_heads = qkv.shape[1] - 2 * pages.shape[2]
-        q, tables = qkv[:, :num_heads], self.block_tables
-        y = qkv.new_empty(len(qkv), num_heads * qkv.shape[2])
+        q, tables = write_heads(qkv, pages, self.slots, rotation, norm, self.kv_scale), self.block_tables
+        num_tokens, num_heads, head_dim = q.shape
+        y = qkv.new_empty(num_tokens, num_heads * head_dim)
         how = self.window, softcap, self.kv_scale, self.kv_scale
         if self.decode is not None:
             n = self.num_decoding

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pagedray.engine.layers.linear import Linear, QKVLinear, SiluGatedLinear, can_pack, should_pack
+from pagedray.engine.layers.linear import GatedLinear, Linear, QKVLinear, can_pack, should_pack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -25,7 +25,7 @@ def test_packing_changes_nothing_but_the_layout(dtype: torch.dtype, bias: bool) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_packed_gate_equals_separate_passes(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    layer = SiluGatedLinear(16, 160).to(dtype)
+    layer = GatedLinear(16, 160, "silu").to(dtype)
     for slot in layer.slots("gate", "up").values():
         slot.copy_(torch.randn(slot.shape, generator=generator))
     assert layer.weight is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagedray.engine.messages import TokenLogprobs
-from pagedray.engine.worker.attention import step_ints, triton_backend
+from pagedray.engine.worker.attention import step_ints, triton_backend, write_heads
 from pagedray.engine.worker.runner import ModelRunner
 from pagedray.kernels import paged_decode, paged_prefill, step_tokens, write_qkv
 from tests.engine.worker.steps import (
@@ -40,7 +40,7 @@ def interpreted(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels launched on CPU tensors, which otherwise take the torch paths."""
     monkeypatch.setattr(triton_backend, "paged_decode", paged_decode.paged_decode_triton)
     monkeypatch.setattr(triton_backend, "paged_prefill", paged_prefill.paged_prefill_triton)
-    monkeypatch.setattr(triton_backend, "write_qkv", write_qkv.write_qkv_triton)
+    monkeypatch.setattr(write_heads, "write_qkv", write_qkv.write_qkv_triton)
     monkeypatch.setattr(step_ints, "begin_step", step_tokens.begin_step_triton)
 
 
@@ -107,17 +107,12 @@ def test_torch_runs_on_a_gpu_too() -> None:
 def test_fp8_pages_stay_near() -> None:
     """e4m3 has 3 bits after the leading one, so that keys and values are off by up to 6 %: see the README's bound."""
     reference = reference_model("llama")
-    device, ids = torch.device("cuda"), prompt(60, seed=5)
-    found = {}
-    for kv_dtype in (torch.float32, torch.float8_e4m3fn):
-        runner = make_runner(reference, torch.bfloat16, backend="triton", device=device, kv_dtype=kv_dtype)
-        if kv_dtype == torch.float32:
-            runner = make_runner(reference, torch.float32, backend="triton", device=device)
-        steps = Steps(runner)
-        steps.begin("a", ids, prompt_logprobs=0)
-        entries = [
-            entry for out in (steps.prefill("a", 16),) for part in out.prompt_logprobs if part for entry in part.entries
-        ]
-        found[kv_dtype] = torch.tensor([entry.logprob for entry in entries])
-    difference = (found[torch.float32] - found[torch.float8_e4m3fn]).abs()
+    device, found = torch.device("cuda"), []
+    for dtype, kv_dtype in ((torch.float32, None), (torch.bfloat16, torch.float8_e4m3fn)):
+        steps = Steps(make_runner(reference, dtype, backend="triton", device=device, kv_dtype=kv_dtype))
+        steps.begin("a", prompt(60, seed=5), prompt_logprobs=0)
+        (scored,) = steps.prefill("a", 60).prompt_logprobs
+        assert scored is not None and len(scored.entries) == 59
+        found.append(torch.tensor([entry.logprob for entry in scored.entries]))
+    difference = (found[0] - found[1]).abs()
     assert 0 < difference.mean() < 0.25
