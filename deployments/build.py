@@ -102,6 +102,11 @@ def bundles(config: Config) -> list[dict[str, float]]:
     return [{"CPU": ENGINE_CPUS}, *(dict(worker) for _ in range(world_size))]
 
 
+def num_gpus(config: Config) -> float:
+    """GPUs that the application reserves."""
+    return config.server.num_engine_replicas * sum(bundle.get("GPU", 0.0) for bundle in bundles(config))
+
+
 def num_cpus(config: Config) -> float:
     """CPUs, in Ray's sense, that the application reserves."""
     server = config.server

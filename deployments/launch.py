@@ -20,14 +20,14 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from pagedray.deployments.build import APP, Parts, application, num_cpus
+from pagedray.deployments.build import APP, Parts, application, num_cpus, num_gpus
 from pagedray.deployments.directory import Directory
 from pagedray.deployments.engine_watch import EngineWatch
 from pagedray.deployments.log_tail import LogTail
 from pagedray.deployments.phases import Phases
 from pagedray.deployments.proxy import Listener
 from pagedray.engine.config import Config, EngineFacts, describe_level
-from pagedray.engine.errors import EngineUnavailable
+from pagedray.engine.errors import ConfigError, EngineUnavailable
 
 OBJECT_STORE_BYTES = 100 * 2**20  # messages travel inline; nothing large is ever put
 DRAIN_S = 5.0  # how long streams may go on once the server is told to stop
@@ -75,6 +75,7 @@ class Launch:
         before = {number: signal.signal(number, _stop) for number in heeded}
         try:
             self._start_ray()
+            self._check_gpus()
             self._report(self._deploy())
             self._follow()
         except KeyboardInterrupt:
@@ -99,13 +100,23 @@ class Launch:
             self._logs = Path(context.address_info["session_dir"], "logs", "serve")
         elif not ray.is_initialized():  # it is where the cluster was asked for its devices
             ray.init(address=self._ray_address, logging_level=logging.ERROR)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         signal.signal(signal.SIGTERM, _stop)  # Ray has put a handler of its own there
         self._phases.end("Ray")
+
+    def _check_gpus(self) -> None:
+        """A cluster of others may get more nodes; our own Ray has what it has, and engines would wait for ever."""
+        if self._ray_address is not None:
+            return
+        wanted = num_gpus(self._config)
+        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        if wanted > (found := resources.get("GPU", 0.0)):
+            remedy = "lower num_engine_replicas" if found else "use device auto or cpu"
+            raise ConfigError(f"device is cuda and {wanted:g} GPUs are needed, this machine has {found:g}; {remedy}")
 
     def _deploy(self) -> EngineFacts:
         """Start Serve and the application, and wait until it answers over HTTP."""
         self._phases.draw("Serve")
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         listen = {"host": self._listener.host, "port": self._listener.port}
         try:
             serve.start(proxy_location="HeadOnly" if self._ray_address is None else "EveryNode", http_options=listen)

@@ -48,7 +48,8 @@ class ModelConfig(Leaf):
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
     dtype: Dtype = Field("auto", description="Type of weights and KV cache. auto: the checkpoint's, float32 for GGUF.")
     load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="dummy: random weights of the checkpoint's shapes, for benchmarks; only its config is read."
+        "auto",
+        description="dummy: random weights of the checkpoint's shapes, for benchmarks; it needs no weight files.",
     )
     max_model_len: int | None = Field(
         None,
@@ -117,8 +118,8 @@ class WorkerConfig(Leaf):
         description="Numbers of tokens to capture steps with prompts for; larger ones run eagerly.",
     )
     cpu_threads: int | None = Field(None, ge=1, description="Threads of a CPU worker. Default: the cores it may use.")
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer.")
-    pipeline_parallel_size: int = Field(1, ge=1, description="GPUs that share the stack of layers.")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer; 1 in this version.")
+    pipeline_parallel_size: int = Field(1, ge=1, description="GPUs that share the stack of layers; 1 in this version.")
 
 
 class FailureConfig(Leaf):
@@ -268,12 +269,19 @@ def load_config(
     worker = merged["worker"]
     if worker.get("device", "auto") == "auto":
         worker["device"] = auto_device()
-    level = str(worker.get("optimization_level", 2)).strip()
-    preset = OPTIMIZATION_LEVELS[int(level)] if level in map(str, OPTIMIZATION_LEVELS) else {}
-    for field, value in ((GPU_DEFAULTS if worker["device"] == "cuda" else {}) | preset).items():
-        merged[owner[field]].setdefault(field, value)
     try:
+        for field, value in ((GPU_DEFAULTS if worker["device"] == "cuda" else {}) | _preset(worker)).items():
+            merged[owner[field]].setdefault(field, value)
         return Config.model_validate(merged)
     except ValidationError as error:
         lines = [f"{'.'.join(str(p) for p in e['loc']) or 'configuration'}: {e['msg']}" for e in error.errors()]
         raise ConfigError("; ".join(lines)) from error
+
+
+def _preset(worker: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the level among these settings, however it is spelt; none for one that validation will refuse."""
+    given = {name: value for name, value in worker.items() if name == "optimization_level"}
+    try:
+        return OPTIMIZATION_LEVELS[WorkerConfig.model_validate(given).optimization_level]
+    except ValidationError:
+        return {}

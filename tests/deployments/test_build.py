@@ -10,7 +10,7 @@ import pytest
 import yaml
 from ray.serve import Application
 
-from pagedray.deployments.build import build, bundles, num_cpus
+from pagedray.deployments.build import build, bundles, num_cpus, num_gpus
 from pagedray.deployments.devices import device_here, device_of_cluster
 from pagedray.engine.config import load_config
 from pagedray.engine.errors import ConfigError
@@ -53,6 +53,9 @@ def test_a_worker_on_a_gpu_has_one_in_its_bundle() -> None:
     config = load_config(auto_device=lambda: "cuda")
     assert bundles(config) == [{"CPU": 0.5}, {"CPU": 1.0, "GPU": 1.0}]
     assert num_cpus(config) == 1.75
+    assert num_gpus(config) == 1
+    assert num_gpus(load_config()) == 0
+    assert num_gpus(load_config({"num_engine_replicas": 3, "device": "cuda"})) == 3
 
 
 def test_a_gpu_is_found_by_its_drivers_files(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from pagedray.deployments.devices import device_here
 from tests.deployments.served import ROOT, START_S, Served
 
 COMMAND = ("-m", "pagedray.deployments.cli", "serve")
@@ -101,6 +102,16 @@ def test_a_model_that_cannot_load_is_an_error_of_one_line() -> None:
         last = server.output.strip().splitlines()[-1]
         assert last.startswith("pagedray: EngineReplica does not start: ConfigError: ")
         assert "triton" in last
+        assert server.left_over() == []
+
+
+@pytest.mark.ray
+@pytest.mark.skipif(device_here() == "cuda", reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_an_error_of_one_line() -> None:
+    with Served(*COMMAND, "--port", "0", "--device", "cuda") as server:
+        assert server.ended(START_S) == 1
+        last = server.output.strip().splitlines()[-1]
+        assert last == "pagedray: device is cuda and 1 GPUs are needed, this machine has 0; use device auto or cpu"
         assert server.left_over() == []
 
 

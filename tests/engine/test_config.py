@@ -112,6 +112,12 @@ def test_a_level_is_a_preset_that_explicit_settings_override(level: int) -> None
     assert (explicit.scheduler.run_ahead, explicit.worker.cuda_graphs) == (4, True)
 
 
+@pytest.mark.parametrize("spelling", ["0", "0.0", " 0 ", "+0", 0.0])
+def test_a_level_counts_however_it_is_spelt(spelling: object) -> None:
+    config = load_config({"optimization_level": spelling})
+    assert (config.worker.optimization_level, config.scheduler.run_ahead, config.worker.cuda_graphs) == (0, 1, False)
+
+
 def test_a_level_is_told_with_what_came_of_it() -> None:
     def told(device: Device, num_graphs: int, **settings: object) -> str:
         config = load_config(overrides={"device": device, **settings})
