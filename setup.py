@@ -9,5 +9,5 @@ setup(
     packages=[f"pagedray.{root}" for root in ROOTS]
     + [f"pagedray.{root}.{package}" for root in ROOTS for package in find_packages(root)],
     package_dir={f"pagedray.{root}": root for root in ROOTS},
-    package_data={"": ["py.typed", "*.yaml", "*.cu", "*.cuh"]},
+    package_data={"": ["py.typed", "*.yaml", "kuberay/*.yaml", "*.cu", "*.cuh", "*.c", "*.h"]},
 )

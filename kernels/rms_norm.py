@@ -9,11 +9,14 @@ Source   Zhang and Sennrich 2019, arXiv:1910.07467
 
 from __future__ import annotations
 
+from ctypes import CDLL
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pagedray.kernels.case import Case
+from pagedray.kernels.cpu.library import TYPES, library_for
 from pagedray.kernels.jit import launch, power_of_2, tl, triton
 
 
@@ -64,6 +67,18 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
     if x.is_cuda:
         return rms_norm_triton(x, w, eps)
+    library = library_for(x, w)
+    return rms_norm_torch(x, w, eps) if library is None else _call(library, x, None, w, eps)
+
+
+def add_rms_norm(x: Tensor, r: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
+    if x.is_cuda:
+        return add_rms_norm_triton(x, r, w, eps)
+    library = library_for(x, r, w)
+    return add_rms_norm_torch(x, r, w, eps) if library is None else _call(library, x, r, w, eps)
+
+
+def rms_norm_torch(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
     if x.dtype == torch.float32:
         return F.rms_norm(x, x.shape[-1:], None, eps).mul_(w)
     y = x.float()  # normalized in place: torch's own norm makes three such copies, more than the cache holds
@@ -71,11 +86,25 @@ def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
     return y.mul_(scale).to(w.dtype).mul_(w).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, r: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
-    if x.is_cuda:
-        return add_rms_norm_triton(x, r, w, eps)
+def add_rms_norm_torch(x: Tensor, r: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
     r.add_(x)
-    return rms_norm(r, w, eps)
+    return rms_norm_torch(r, w, eps)
+
+
+def _call(library: CDLL, x: Tensor, r: Tensor | None, w: Tensor, eps: float) -> Tensor:
+    shape = x.shape
+    assert shape[1:] == w.shape and w.is_contiguous() and w.dtype in (x.dtype, torch.float32)
+    y = torch.empty(shape, dtype=x.dtype)
+    token, *groups, _ = x.stride()
+    r_token, *r_groups, _ = x.stride() if r is None else r.stride()
+    assert r is None or (r.shape == shape and r.dtype == x.dtype)
+    library.pagedray_rms_norm(
+        *(x.data_ptr(), None if r is None else r.data_ptr(), w.data_ptr(), y.data_ptr()),
+        *(shape[0], shape[1] if groups else 1, shape[-1]),
+        *(token, groups[0] if groups else 0, r_token, r_groups[0] if r_groups else 0),
+        *(eps, TYPES[x.dtype], TYPES[w.dtype], torch.get_num_threads()),
+    )
+    return y
 
 
 def rms_norm_triton(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:

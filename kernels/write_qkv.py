@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from pagedray.kernels.case import Case
+from pagedray.kernels.cpu.library import TYPES, library_for
 from pagedray.kernels.jit import launch, power_of_2, tl, triton
-from pagedray.kernels.rms_norm import rms_norm, rms_norm_ref
+from pagedray.kernels.rms_norm import rms_norm_ref, rms_norm_torch
 from pagedray.kernels.rotary import rotate, rotate_ref
 
 _FP8_MAX = 448.0
@@ -179,10 +180,39 @@ def write_qkv(
 ) -> None:
     if qkv.is_cuda:
         return write_qkv_triton(qkv, pages, slots, cos, sin, norm_weight, eps, k_scale, v_scale)
+    library = library_for(qkv, pages)
+    if library is None or pages.dtype != qkv.dtype:
+        return write_qkv_torch(qkv, pages, slots, cos, sin, norm_weight, eps, k_scale, v_scale)
+    num_tokens, width, head_dim = qkv.shape
+    num_kv_heads, block_size, page_dim = pages.shape[2:]
+    assert qkv.is_contiguous() and pages.is_contiguous() and slots.dtype == torch.int64 and page_dim == head_dim
+    assert cos.dtype == sin.dtype == qkv.dtype and cos.stride(-1) == sin.stride(-1) == 1
+    weight, w_type = None, qkv.dtype
+    if norm_weight is not None:
+        assert norm_weight.shape == (width - num_kv_heads, head_dim) and norm_weight.is_contiguous()
+        weight, w_type = norm_weight.data_ptr(), norm_weight.dtype
+    library.pagedray_write_qkv(
+        *(qkv.data_ptr(), pages.data_ptr(), slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), weight),
+        *(num_tokens, width - 2 * num_kv_heads, num_kv_heads, head_dim, cos.shape[-1], block_size),
+        *(cos.stride(0), sin.stride(0), eps, TYPES[qkv.dtype], TYPES[w_type], torch.get_num_threads()),
+    )
+
+
+def write_qkv_torch(
+    qkv: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     num_kv_heads, block_size, head_dim = pages.shape[2:]
     q_and_k, kv = qkv[:, :-num_kv_heads], qkv[:, -2 * num_kv_heads :]
     if norm_weight is not None:
-        q_and_k.copy_(rms_norm(q_and_k, norm_weight, eps))
+        q_and_k.copy_(rms_norm_torch(q_and_k, norm_weight, eps))
     rotate(q_and_k, cos, sin)
     blocks = slots.div(block_size, rounding_mode="floor")
     heads = blocks[:, None] * (2 * num_kv_heads) + torch.arange(2 * num_kv_heads)

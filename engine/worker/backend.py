@@ -6,7 +6,7 @@ import dataclasses
 
 from pagedray.engine.errors import ConfigError
 
-BACKENDS = ("torch", "triton", "flashinfer")
+BACKENDS = ("cpu", "torch", "triton", "flashinfer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +18,8 @@ class Machine:
     capability: tuple[int, int] = (0, 0)
     has_triton: bool = False
     flashinfer_trouble: str | None = "not installed"  # None: it can be used
+    compiled_trouble: str | None = "they are not compiled"  # why compiled kernels can't run on the CPU; None: they can
+    compiled_by: str = ""
 
 
 def choose_device(requested: str, machine: Machine) -> str:
@@ -59,7 +61,9 @@ def choose_backend(machine: Machine, device: str, dtype: str, head_dim: int, for
             raise ConfigError(f"attention_backend is {forced}, which {reason}; use auto or one of: {usable}")
         return forced, f"forced by attention_backend ({what})"
     if device == "cpu":
-        return "torch", f"the only one for a CPU ({what})"
+        if trouble["cpu"] is None:
+            return "cpu", f"kernels of our own, {machine.compiled_by} ({what})"
+        return "torch", f"cpu {trouble['cpu']} ({what})"
     if trouble["triton"] is None:
         return "triton", f"kernels of our own ({what})"
     return "torch", f"triton {trouble['triton']} ({what})"
@@ -69,6 +73,8 @@ def _trouble(name: str, machine: Machine, device: str, dtype: str, head_dim: int
     """Why a backend can't run here; None if it can."""
     if name == "torch":
         return "can't read fp8 keys and values" if dtype.startswith("float8") else None
+    if name == "cpu":
+        return _cpu_trouble(machine, device, dtype, head_dim)
     if device == "cpu":
         return "needs a GPU, and the device is cpu"
     if machine.capability < (8, 0):
@@ -83,4 +89,16 @@ def _trouble(name: str, machine: Machine, device: str, dtype: str, head_dim: int
         return "has no kernels for float32"
     if head_dim not in (64, 128, 256):
         return f"has no kernel for head size {head_dim}, only for 64, 128 and 256"
+    return None
+
+
+def _cpu_trouble(machine: Machine, device: str, dtype: str, head_dim: int) -> str | None:
+    if device != "cpu":
+        return f"runs on a CPU, and the device is {device}"
+    if dtype not in ("float32", "bfloat16"):
+        return f"has no kernel for {dtype}"
+    if head_dim > 256:
+        return f"has no kernel for head size {head_dim}, only up to 256"
+    if machine.compiled_trouble is not None:
+        return f"needs compiled kernels: {machine.compiled_trouble}"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import torch
 
 from pagedray.engine.errors import ConfigError
 from pagedray.engine.worker.backend import Machine
+from pagedray.kernels.cpu.library import compiled_kernels
 
 _GIB = 2**30
 _GRAPHS_BYTES = 512 * 2**20  # the driver's share of captured graphs
@@ -27,6 +29,14 @@ def find_machine() -> Machine:
         has_triton=importlib.util.find_spec("triton") is not None,
         flashinfer_trouble=None if importlib.util.find_spec("flashinfer") else "it is not installed",
     )
+
+
+def with_compiled_kernels(machine: Machine) -> tuple[Machine, bool]:
+    """The machine with what is known of compiled kernels on its CPU, and whether they had to be compiled."""
+    kernels = compiled_kernels()
+    trouble = None if kernels.library is not None else kernels.reason
+    machine = dataclasses.replace(machine, compiled_trouble=trouble, compiled_by=kernels.reason)
+    return machine, kernels.was_compiled
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Attention in plain torch: the CPU's backend, and a GPU's slow but simple one."""
+"""Attention in plain torch: runs on every CPU and GPU, slow but simple."""
 
 from __future__ import annotations
 

@@ -9,11 +9,45 @@ NO_GPU = Machine(0)
 HOPPER = Machine(1, "NVIDIA H200", (9, 0), has_triton=True, flashinfer_trouble=None)
 
 
-@pytest.mark.parametrize("forced", ["auto", "torch"])
-def test_the_cpu_has_one_backend(forced: str) -> None:
-    name, reason = choose_backend(NO_GPU, "cpu", "bfloat16", 64, forced)
+COMPILED = Machine(0, compiled_trouble=None, compiled_by="compiled by /usr/bin/cc")
+NO_COMPILER = Machine(0, compiled_trouble="no C compiler was found; install gcc or clang")
+
+
+@pytest.mark.parametrize("forced", ["auto", "cpu"])
+def test_a_cpu_runs_compiled_kernels(forced: str) -> None:
+    name, reason = choose_backend(COMPILED, "cpu", "bfloat16", 64, forced)
+    assert name == "cpu"
+    assert ("forced" in reason) == (forced == "cpu")
+    assert ("compiled by /usr/bin/cc" in reason) == (forced == "auto")
+
+
+@pytest.mark.parametrize("machine", [COMPILED, NO_COMPILER])
+def test_torch_can_be_forced_on_a_cpu(machine: Machine) -> None:
+    name, reason = choose_backend(machine, "cpu", "bfloat16", 64, "torch")
     assert name == "torch"
-    assert ("forced" in reason) == (forced == "torch")
+    assert "forced" in reason
+
+
+def test_without_a_compiler_a_cpu_runs_torch_and_says_what_helps() -> None:
+    name, reason = choose_backend(NO_COMPILER, "cpu", "bfloat16", 64, "auto")
+    assert name == "torch"
+    assert "no C compiler was found; install gcc or clang" in reason
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "dtype", "head_dim", "message"),
+    [
+        (NO_COMPILER, "cpu", "bfloat16", 64, "needs compiled kernels: no C compiler was found.*one of: torch"),
+        (COMPILED, "cpu", "bfloat16", 512, "no kernel for head size 512"),
+        (COMPILED, "cpu", "float8_e4m3fn", 64, "no kernel for float8_e4m3fn"),
+        (HOPPER, "cuda", "bfloat16", 64, "runs on a CPU, and the device is cuda"),
+    ],
+)
+def test_compiled_kernels_that_cannot_run_are_refused(
+    machine: Machine, device: str, dtype: str, head_dim: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(machine, device, dtype, head_dim, "cpu")
 
 
 @pytest.mark.parametrize("forced", ["triton", "flashinfer"])

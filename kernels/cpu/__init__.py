@@ -1,0 +1,1 @@
+"""Kernels for CPUs in C, compiled where they run."""
