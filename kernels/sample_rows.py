@@ -2,9 +2,10 @@
 
     temperature 0: the most likely token; otherwise kernels/sampling.py's definition, with u = uniform(seed, position)
 
-Shapes   logits [L, V] any float dtype, last dim contiguous, V <= 2^18; fields [8, S] int64, see FIELDS: row i reads
-         logits[source[i]] and writes tokens[target[i]]; tokens int64. The last num_filtered of the S rows are those
-         with top_k, top_p or min_p.
+Shapes   logits [L, V] any float dtype, last dim contiguous, V <= 2^18; fields [9, S] int64, see FIELDS: row i reads
+         logits[source[i]] and writes tokens[target[i]] and, if there are results, results[result[i]]; both int64.
+         The last num_filtered of the S rows are those with a filter: top_k, top_p or min_p, and a temperature.
+Writes   tokens and results, which may be pinned memory of the host. Safe under CUDA graph capture.
 Broken   see finite_logits.py for NaN and infinities.
 Method   `_scan_blocks` reads each row once, by many programs, and leaves per block the best logit and the sum of
          exp((z - best) / temperature). For rows without a filter `_finish_row` picks the block, then the token in it.
@@ -33,7 +34,7 @@ from pagedray.kernels.philox import uniform
 from pagedray.kernels.sampling import greedy_ref, sample_ref
 
 # Rows of `fields`. The last three hold the bits of float64 numbers that float32 can hold.
-FIELDS = SOURCE, TARGET, SEED, POSITION, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(8)
+FIELDS = SOURCE, TARGET, RESULT, SEED, POSITION, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(9)
 MAX_TEMPERATURE = 1e30  # every usable logit is as likely as any other then; more would make forbidden ones possible
 MAX_VOCAB = 1 << 18
 _KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # low bits that say nothing in a float32
@@ -52,7 +53,7 @@ class Tiles:
 TILES = Tiles()
 
 
-def sample_rows_ref(logits: Tensor, fields: Tensor, num_filtered: int) -> Tensor:
+def sample_rows_ref(logits: Tensor, fields: Tensor, num_filtered: int | None) -> Tensor:
     """The definition, row by row."""
     host = fields.cpu().numpy()
     floats = torch.from_numpy(host[TEMPERATURE:].copy()).view(torch.float64).float()
@@ -75,12 +76,25 @@ def _fields(fields_ptr, num_rows, i):  # type: ignore[no-untyped-def]
     """Row i's fields in their order; what a caller doesn't use isn't loaded."""
     at = fields_ptr + i
     source, target = tl.load(at), tl.load(at + num_rows)
-    seed, position = tl.load(at + 2 * num_rows), tl.load(at + 3 * num_rows)
-    top_k = tl.load(at + 4 * num_rows)
-    temperature = tl.load(at + 5 * num_rows).to(tl.float64, bitcast=True)
-    top_p = tl.load(at + 6 * num_rows).to(tl.float64, bitcast=True)
-    min_p = tl.load(at + 7 * num_rows).to(tl.float64, bitcast=True).to(tl.float32)
+    seed, position = tl.load(at + 3 * num_rows), tl.load(at + 4 * num_rows)
+    top_k = tl.load(at + 5 * num_rows)
+    temperature = tl.load(at + 6 * num_rows).to(tl.float64, bitcast=True)
+    top_p = tl.load(at + 7 * num_rows).to(tl.float64, bitcast=True)
+    min_p = tl.load(at + 8 * num_rows).to(tl.float64, bitcast=True).to(tl.float32)
     return source, target, seed, position, top_k, temperature, top_p, min_p
+
+
+@triton.jit
+def _has_filter(top_k, temperature, top_p, min_p):  # type: ignore[no-untyped-def]
+    return ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).to(tl.int32)
+
+
+@triton.jit
+def _store(tokens_ptr, target, results_ptr, result_field, fields_ptr, num_rows, i, token):  # type: ignore[no-untyped-def]
+    """result_field: RESULT; or TARGET where results are the tokens, which then are written twice."""
+    result = tl.load(fields_ptr + result_field * num_rows + i)
+    tl.store(tokens_ptr + target, token.to(tl.int64))
+    tl.store(results_ptr + result, token.to(tl.int64))
 
 
 @triton.jit
@@ -177,7 +191,7 @@ def _first_beyond(cumulative, weights, target, SIZE: tl.constexpr):  # type: ign
     return tl.minimum(found, last)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "result_field"])
 def _finish_row(  # type: ignore[no-untyped-def]
     logits_ptr,
     row_stride,
@@ -187,13 +201,17 @@ def _finish_row(  # type: ignore[no-untyped-def]
     best_ptr,
     sum_ptr,
     tokens_ptr,
+    results_ptr,
+    result_field,
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # num_blocks, as a power of two
 ):
-    """The token of a row without a filter."""
+    """The token of a row without a filter; others are left alone."""
     i = tl.program_id(0)
-    source, target, seed, position, _, temperature, _, _ = _fields(fields_ptr, num_rows, i)
+    source, target, seed, position, top_k, temperature, top_p, min_p = _fields(fields_ptr, num_rows, i)
+    if _has_filter(top_k, temperature, top_p, min_p) != 0:
+        return
     row_ptr = logits_ptr + source * row_stride
     best_ptr += i.to(tl.int64) * num_blocks
     sum_ptr += i.to(tl.int64) * num_blocks
@@ -210,14 +228,14 @@ def _finish_row(  # type: ignore[no-untyped-def]
         p = tl.exp2((load_logits(row_ptr, chosen * BLOCK + at, vocab) - best) * scale).to(tl.float64)
         aim = tl.maximum((aim - before) / height, 0.0)
         token = chosen * BLOCK + _first_beyond(tl.cumsum(p, 0), p, aim, BLOCK)
-        tl.store(tokens_ptr + target, token.to(tl.int64))
+        _store(tokens_ptr, target, results_ptr, result_field, fields_ptr, num_rows, i, token)
     else:
         bests = tl.load(best_ptr + block, mask=block < num_blocks, other=float("-inf")).to(tl.float32)
         best = tl.max(bests, 0)
         chosen = tl.min(tl.where(bests == best, block, BLOCKS), 0)
         y = load_logits(row_ptr, chosen * BLOCK + at, vocab)
         token = chosen * BLOCK + tl.min(tl.where(y == best, at, BLOCK), 0)
-        tl.store(tokens_ptr + target, token.to(tl.int64))
+        _store(tokens_ptr, target, results_ptr, result_field, fields_ptr, num_rows, i, token)
 
 
 @triton.jit
@@ -385,7 +403,7 @@ def _choose(  # type: ignore[no-untyped-def]
     return tl.minimum(position, count - 1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_filtered"])
+@triton.jit(do_not_specialize=["num_rows", "first_filtered", "result_field"])
 def _finish_filtered(  # type: ignore[no-untyped-def]
     logits_ptr,
     row_stride,
@@ -396,6 +414,8 @@ def _finish_filtered(  # type: ignore[no-untyped-def]
     best_ptr,
     sum_ptr,
     tokens_ptr,
+    results_ptr,
+    result_field,
     num_blocks,
     parts_ptr,
     num_parts,
@@ -410,10 +430,12 @@ def _finish_filtered(  # type: ignore[no-untyped-def]
     CAPACITY: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The token of a row with top_k, top_p or min_p."""
+    """The token of a row with a filter; others are left alone."""
     j = tl.program_id(0).to(tl.int64)
     i = j + first_filtered
     source, target, seed, position, top_k, temperature, top_p, min_p = _fields(fields_ptr, num_rows, i)
+    if _has_filter(top_k, temperature, top_p, min_p) == 0:
+        return
     row_ptr = logits_ptr + source * row_stride
     parts_ptr += j * num_parts
     list_ptr = scratch_ptr + j * 2 * CAPACITY
@@ -458,34 +480,44 @@ def _finish_filtered(  # type: ignore[no-untyped-def]
     token = _choose(candidates_ptr, count, key, num_ties, tie, aim, best, scale, min_p, SHIFT, CAPACITY)
     if has_candidates != 0:
         token = tl.load(ids_ptr + token)
-    tl.store(tokens_ptr + target, token.to(tl.int64))
+    _store(tokens_ptr, target, results_ptr, result_field, fields_ptr, num_rows, i, token)
 
 
 def sample_rows(
-    logits: Tensor, fields: Tensor, num_filtered: int, tokens: Tensor | None = None, is_greedy: bool = False
+    logits: Tensor,
+    fields: Tensor,
+    num_filtered: int | None,
+    tokens: Tensor | None = None,
+    is_greedy: bool = False,
+    results: Tensor | None = None,
 ) -> Tensor:
     """Tokens of all rows.
 
     Args:
+        num_filtered: None where only the device knows; rows with filters may be anywhere then.
         tokens: where to write them; targets that no row has stay as they are. None: a new tensor [S].
         is_greedy: all rows have temperature 0, which is faster when known.
+        results: where to write them once more.
     """
     if logits.device.type == "cuda":
-        return sample_rows_triton(logits, fields, num_filtered, tokens, is_greedy)
+        return sample_rows_triton(logits, fields, num_filtered, tokens, is_greedy, results)
     found = sample_rows_ref(logits, fields, num_filtered)
+    target = fields[TARGET]
+    if results is not None:
+        results[fields[RESULT]] = found[target]
     if tokens is None:
         return found
-    at = fields[TARGET]
-    tokens[at] = found[at]
+    tokens[target] = found[target]
     return tokens
 
 
 def sample_rows_triton(
     logits: Tensor,
     fields: Tensor,
-    num_filtered: int,
+    num_filtered: int | None,
     tokens: Tensor | None = None,
     is_greedy: bool = False,
+    results: Tensor | None = None,
     tiles: Tiles = TILES,
 ) -> Tensor:
     num_rows, vocab = fields.shape[1], logits.shape[1]
@@ -495,7 +527,11 @@ def sample_rows_triton(
         tokens = fields.new_empty(num_rows)
     if not num_rows:
         return tokens
+    num_plain = num_rows - (num_filtered or 0)  # rows that may have no filter
+    if num_filtered is None:
+        num_filtered = 0 if is_greedy else num_rows
     first_filtered, row_stride = num_rows - num_filtered, logits.stride(0)
+    written = (tokens, tokens, TARGET) if results is None else (tokens, results, RESULT)
     num_blocks = -(-vocab // tiles.block)
     blocks = power_of_2(num_blocks)
     best, sums = logits.new_empty((2, num_rows, num_blocks), dtype=torch.float64)
@@ -508,11 +544,11 @@ def sample_rows_triton(
         {"IS_GREEDY": is_greedy, "BLOCK": tiles.block, "PART": tiles.part},
         num_warps=4,
     )
-    if first_filtered:
+    if num_plain:
         launch(
             _finish_row,
-            (first_filtered,),
-            (logits, row_stride, fields, num_rows, vocab, best, sums, tokens, num_blocks),
+            (num_plain,),
+            (logits, row_stride, fields, num_rows, vocab, best, sums, *written, num_blocks),
             {"BLOCK": tiles.block, "BLOCKS": blocks},
             num_warps=4,
         )
@@ -523,7 +559,7 @@ def sample_rows_triton(
             _finish_filtered,
             (num_filtered,),
             (
-                *(logits, row_stride, fields, num_rows, first_filtered, vocab, best, sums, tokens, num_blocks),
+                *(logits, row_stride, fields, num_rows, first_filtered, vocab, best, sums, *written, num_blocks),
                 *(parts, num_parts, scratch, values),
             ),
             {
@@ -552,7 +588,7 @@ def pack_fields(
     """Fields of rows that stand in the order of their logits, in which filtered ones are last."""
     order = np.arange(len(seeds))
     floats = np.stack((temperature, top_p, min_p)).astype(np.float64).view(np.int64)
-    return np.concatenate((np.stack((order, order, seeds, positions, top_k)), floats))
+    return np.concatenate((np.stack((order, order, order, seeds, positions, top_k)), floats))
 
 
 def make_inputs(case: Case) -> tuple[Tensor | int, ...]:

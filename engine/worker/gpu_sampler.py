@@ -1,7 +1,8 @@
 """The sampler on a GPU: the tokens of sampler.py with few launches, and without waiting for the device.
 
 All rows go through one kernel whatever their method; those whose logits are edited first, through it as well, from a
-float32 copy. What a step needs from the host travels in one copy.
+float32 copy. What a step needs from the host travels in one copy: a captured step's with its other integers (`fill`),
+an eager step's by itself (`gather`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ FREE, NOT_ASKED = -2, -1  # in GpuSamplingState.num_logprobs
 class GpuRows:
     """Rows that read their logits from one tensor; those with filters are last."""
 
-    fields: Tensor  # [8, n] int64, see kernels/sample_rows.py
+    fields: Tensor  # [9, n] int64, see kernels/sample_rows.py
     num_filtered: int
     is_greedy: bool  # all of them
 
@@ -68,7 +69,9 @@ class GpuSamplingState(SamplingState):
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
         super().__init__(num_rows, vocab_size, device)
         assert vocab_size <= fields.MAX_VOCAB, f"a vocabulary of {vocab_size}, the kernel takes {fields.MAX_VOCAB}"
-        self.fields_cpu = np.zeros((len(fields.FIELDS), num_rows), dtype=np.int64)
+        self.spare_row = num_rows  # of padding: greedy, and nobody reads its token
+        self.fields_cpu = np.zeros((len(fields.FIELDS), num_rows + 1), dtype=np.int64)
+        self.fields_cpu[fields.TARGET] = np.arange(num_rows + 1)
         self.is_filtered_cpu = np.zeros(num_rows, dtype=np.bool_)
         self.edited_until_cpu = np.zeros(num_rows, dtype=np.int64)  # logits of tokens at lower positions are edited
         self.num_logprobs_cpu = np.full(num_rows, FREE, dtype=np.int64)
@@ -81,7 +84,8 @@ class GpuSamplingState(SamplingState):
         column = self.fields_cpu[:, seq.row]
         column[fields.SEED], column[fields.TOP_K] = row.seed, self.top_k[seq.row]
         column[fields.TEMPERATURE :] = np.array((temperature, top_p, min_p)).view(np.int64)
-        self.is_filtered_cpu[seq.row] = row.method not in ("greedy", "all")
+        # As the kernel sees it: a min_p that is nothing in float32 is no filter.
+        self.is_filtered_cpu[seq.row] = temperature > 0 and (column[fields.TOP_K] > 0 or top_p < 1 or min_p > 0)
         is_always, is_early = row.is_edited(ALWAYS), row.is_edited(seq.num_prompt_tokens)
         until = seq.num_prompt_tokens + row.min_tokens if is_early else 0
         self.edited_until_cpu[seq.row] = ALWAYS if is_always else until
@@ -90,6 +94,34 @@ class GpuSamplingState(SamplingState):
     def free(self, row: int) -> None:
         super().free(row)
         self.num_logprobs_cpu[row] = FREE
+
+    def is_plain(self, row: NDArray[np.int64], position: NDArray[np.int64]) -> bool:
+        """Whether `fields` say all about how rows sample: no logits are edited, and nobody asked for logprobs.
+
+        Args:
+            row, position: [S], as in `gather`.
+        """
+        return bool((self.num_logprobs_cpu[row] == NOT_ASKED).all() and (position >= self.edited_until_cpu[row]).all())
+
+    def fill(
+        self, row: NDArray[np.int64], position: NDArray[np.int64], first_result: int, into: NDArray[np.int64]
+    ) -> bool:
+        """Write the fields of a captured step: plain rows, whose tokens go to `last_token` and to the host.
+
+        Args:
+            first_result: where the first row's token goes in the results.
+            into: [9, n], n >= S. Padding belongs to the spare row.
+
+        Returns:
+            Whether all rows are greedy.
+        """
+        at = np.full(into.shape[1], self.spare_row)
+        at[: len(row)] = row
+        self.fields_cpu.take(at, axis=1, out=into, mode="clip")  # any other mode makes a copy first
+        into[fields.SOURCE] = np.arange(len(at))
+        into[fields.RESULT] = np.arange(first_result, first_result + len(at))
+        into[fields.POSITION, : len(row)] = position
+        return not into[fields.TEMPERATURE].any()
 
     @torch.inference_mode()
     def gather(self, rows: Sequence[int], positions: Sequence[int]) -> GpuBatch:

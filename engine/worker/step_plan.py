@@ -31,8 +31,9 @@ class StepPlan:
 
     Attributes:
         sampled: index in SchedulerOutput.scheduled of each sequence that samples, in that order.
+        sampling_row: of each of them.
+        sampling_position: of the token to be sampled.
         sampling_tokens: the token of the batch that each of them samples after.
-        sampling_positions: of the token to be sampled.
     """
 
     row: NDArray[np.int64]  # [S]
@@ -43,8 +44,8 @@ class StepPlan:
     positions: NDArray[np.int64]  # [T]
     token_ids: NDArray[np.int64]  # [T]
     sampled: tuple[int, ...]
-    sampling_rows: tuple[int, ...]
-    sampling_positions: tuple[int, ...]
+    sampling_row: NDArray[np.int64]
+    sampling_position: NDArray[np.int64]
     sampling_tokens: NDArray[np.int64]
     prompt_spans: tuple[PromptSpan, ...]
 
@@ -57,9 +58,18 @@ class StepPlan:
         return len(self.row)
 
     @functools.cached_property
+    def sampling_rows(self) -> tuple[int, ...]:
+        return tuple(self.sampling_row.tolist())
+
+    @functools.cached_property
+    def sampling_positions(self) -> tuple[int, ...]:
+        return tuple(self.sampling_position.tolist())
+
+    @functools.cached_property
     def wanted_tokens(self) -> NDArray[np.int64] | None:
         """Whose hidden states are wanted, in the order of `sampled`; one at least. None: all, as they lie."""
-        if self.prompt_spans or np.array_equal(self.sampling_tokens, np.arange(self.num_tokens)):
+        sampling, num_tokens = self.sampling_tokens, self.num_tokens
+        if self.prompt_spans or (len(sampling) == num_tokens and (sampling == np.arange(num_tokens)).all()):
             return None
         return self.sampling_tokens if self.sampled else np.zeros(1, np.int64)
 
@@ -69,36 +79,52 @@ class StepPlan:
         return self.row if self.num_tokens == self.num_seqs else np.repeat(self.row, np.diff(self.query_start))
 
     @staticmethod
+    def of_nothing() -> StepPlan:
+        """A step without sequences, such as captured steps hold at first."""
+        none = np.zeros(0, np.int64)
+        return StepPlan(none, none, np.zeros(1, np.int64), none, 0, none, none, (), none, none, none, ())
+
+    @staticmethod
     def of(rows: RowState, out: SchedulerOutput, by_length: bool) -> StepPlan:
         """
         Args:
             by_length: order sequences with one token by length; else as they are in `out`.
         """
-        plan = np.array([(seq.row, seq.start, seq.num_tokens, seq.samples) for seq in out.scheduled], dtype=np.int64)
-        is_chunk = plan[:, 2] > 1
-        num_decoding = len(plan) - int(is_chunk.sum())
-        if by_length or num_decoding < len(plan):
-            key = np.where(is_chunk, np.iinfo(np.int64).max, plan[:, 1] if by_length else 0)
+        parts = out.scheduled
+        columns = (
+            [part.row for part in parts],
+            [part.start for part in parts],
+            [part.num_tokens for part in parts],
+            [part.samples for part in parts],
+        )
+        row, start, num_tokens, samples = np.array(columns, dtype=np.int64)
+        sampled = samples.nonzero()[0]
+        sampling_row, sampling_position = row[sampled], (start + num_tokens)[sampled]
+        is_chunk = num_tokens > 1
+        num_decoding = len(parts) - int(np.count_nonzero(is_chunk))
+        if by_length or num_decoding < len(parts):
+            key = np.where(is_chunk, np.iinfo(np.int64).max, start if by_length else 0)
             order = np.argsort(key, kind="stable")
-        else:
-            order = np.arange(len(plan))
-        row, start, num_tokens, _ = plan[order].T
-        query_start = np.concatenate([[0], np.cumsum(num_tokens)])
-        last_token = np.empty(len(order), dtype=np.int64)
-        last_token[order] = query_start[1:] - 1
-        samples = np.flatnonzero(plan[:, 3])
+            row, start, num_tokens = row[order], start[order], num_tokens[order]
+            query_start = np.concatenate([[0], np.cumsum(num_tokens)])
+            positions = np.arange(query_start[-1]) + np.repeat(start - query_start[:-1], num_tokens)
+            last_token = np.empty(len(order), dtype=np.int64)
+            last_token[order] = query_start[1:] - 1
+        else:  # a token each, as they are: most steps
+            query_start = np.arange(len(parts) + 1)
+            positions, last_token = start, query_start[:-1]
         return StepPlan(
             row=row,
             start=start,
             query_start=query_start,
             lengths=start + num_tokens,
             num_decoding=num_decoding,
-            positions=np.arange(query_start[-1]) + np.repeat(start - query_start[:-1], num_tokens),
+            positions=positions,
             token_ids=_token_ids(rows, row, start, query_start),
-            sampled=tuple(samples.tolist()),
-            sampling_rows=tuple(plan[samples, 0].tolist()),
-            sampling_positions=tuple((plan[samples, 1] + plan[samples, 2]).tolist()),
-            sampling_tokens=last_token[samples],
+            sampled=tuple(sampled.tolist()),
+            sampling_row=sampling_row,
+            sampling_position=sampling_position,
+            sampling_tokens=last_token[sampled],
             prompt_spans=_prompt_spans(rows, out, last_token) if rows.num_prompt_logprobs else (),
         )
 
@@ -107,7 +133,7 @@ def _token_ids(
     rows: RowState, row: NDArray[np.int64], start: NDArray[np.int64], query_start: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     token_ids = np.full(int(query_start[-1]), LAST_SAMPLE, dtype=np.int64)
-    for i in np.flatnonzero(start < rows.num_known_cpu[row]):
+    for i in (start < rows.num_known_cpu[row]).nonzero()[0]:
         first, last = query_start[i : i + 2]
         token_ids[first:last] = rows.token_ids_cpu[row[i]][start[i] : start[i] + last - first]
     return token_ids

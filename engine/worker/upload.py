@@ -24,12 +24,6 @@ def upload(array: NDArray[Any] | Sequence[Any], device: torch.device, dtype: tor
     return host.pin_memory().to(device, non_blocking=True) if host.numel() else host.to(device)
 
 
-def upload_into(array: NDArray[Any], target: Tensor) -> None:
-    """The same to a tensor that is there already, of the same type and size."""
-    host = torch.from_numpy(array)
-    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
-
-
 def upload_all(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """The same for several arrays in one copy; they arrive contiguous."""
     arrays = [np.ascontiguousarray(array) for array in arrays]

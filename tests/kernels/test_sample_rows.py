@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from pagedray.kernels.philox import uniform
-from pagedray.kernels.sample_rows import TILES, Tiles, pack_fields, sample_rows_ref, sample_rows_triton
+from pagedray.kernels.sample_rows import (
+    TILES,
+    Tiles,
+    pack_fields,
+    sample_rows,
+    sample_rows_ref,
+    sample_rows_triton,
+)
 from pagedray.kernels.sampling import greedy_ref, sample_ref
 
 # A GPU says nothing of an infinity in a lane that is masked later, which numpy warns of.
@@ -171,6 +178,42 @@ def test_sources_targets_and_strides(device):
     tokens = torch.full((5,), -7, device=device)
     sample_rows_triton(z[:, :30], torch.from_numpy(fields).to(device), 0, tokens)
     assert tokens.tolist() == [-7, 5, -7, -7, 6]
+
+
+def test_rows_of_all_kinds_in_any_order(device):
+    """Tokens are those of rows that were sorted first, and a copy of each arrives in the host's memory."""
+    vocab, settings = 300, SETTINGS[:11]
+    z = logits(len(settings), vocab, 2.0, torch.bfloat16).to(device)
+    seeds, positions = np.arange(len(settings)) + (5 << 33), np.arange(len(settings))
+    temperature, top_k, top_p, min_p = np.array([(*s, *(1.0, 0, 1.0, 0.0)[len(s) :]) for s in settings]).T
+    temperature, top_p, min_p = (x.astype(np.float32) for x in (temperature, top_p, min_p))
+    temperature[4] = 0  # whose filters mean nothing then
+    fields = pack_fields(seeds, positions, temperature, top_k.astype(np.int64), top_p, min_p)
+    has_filter = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    assert 0 < has_filter.sum() < len(settings)
+    order = np.argsort(has_filter, kind="stable")
+    by_kind = np.ascontiguousarray(fields[:, order])
+    expected = sample_rows_triton(z, torch.from_numpy(by_kind).to(device), int(has_filter.sum()), tiles=SMALL)
+
+    fields[1], fields[2] = 20 - np.arange(len(settings)), 3 + np.arange(len(settings))
+    tokens = torch.full((25,), -7, device=device)
+    results = torch.full((20,), -7, pin_memory=device == "cuda")
+    sample_rows_triton(z, torch.from_numpy(fields).to(device), None, tokens, results=results, tiles=SMALL)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(results[3 : 3 + len(settings)], expected.cpu())
+    assert torch.equal(tokens[fields[1]], expected)
+    assert (results == -7).sum() == 20 - len(settings) and (tokens == -7).sum() == 25 - len(settings)
+
+
+def test_the_reference_writes_results_too():
+    z = torch.tensor([[0.0, 5.0, 1.0], [9.0, 0.0, 0.0]])
+    off = np.zeros(2, dtype=np.float32)
+    fields = pack_fields(np.arange(2), np.arange(2), off, np.array([0, 0]), off + 1, off)
+    fields[1], fields[2] = [3, 1], [0, 2]
+    tokens, results = torch.full((4,), -7), torch.full((3,), -7)
+    sample_rows(z, torch.from_numpy(fields), None, tokens, results=results)
+    assert (tokens.tolist(), results.tolist()) == ([-7, 0, -7, 1], [1, -7, 0])
 
 
 def test_the_reference_takes_rows_of_all_kinds():

@@ -22,15 +22,19 @@ Ints = NDArray[np.int32]
 N = TypeVar("N", bound=np.integer[Any])
 
 
-def pack(arrays: Iterable[NDArray[Any]]) -> Ints:
+def pack(arrays: Iterable[NDArray[Any]], into: Ints | None = None) -> Ints:
     """One array of all; each begins at a multiple of 16 bytes, or Triton would compile for every alignment it meets."""
     arrays = list(arrays)
-    ints = np.zeros(sum(_aligned(len(array)) for array in arrays), np.int32)
+    ints = np.zeros(packed_size(map(len, arrays)), np.int32) if into is None else into
     first = 0
     for array in arrays:
         ints[first : first + len(array)] = array
         first += _aligned(len(array))
     return ints
+
+
+def packed_size(sizes: Iterable[int]) -> int:
+    return sum(map(_aligned, sizes))
 
 
 def unpack(ints: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -44,7 +48,7 @@ def _aligned(size: int) -> int:
 
 
 def padded(array: NDArray[N], extra: int, value: int = 0) -> NDArray[N]:
-    return np.pad(array, (0, extra), constant_values=value) if extra else array
+    return np.concatenate((array, np.full(extra, value, array.dtype))) if extra else array
 
 
 class TokenInts:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from pagedray.engine.layers.norm import HeadNorm
 from pagedray.engine.layers.rotary import Rotation
-from pagedray.engine.worker.attention.step_ints import Ints, TokenInts, pack, padded, unpack
+from pagedray.engine.worker.attention.step_ints import Ints, TokenInts, pack, packed_size, padded, unpack
 from pagedray.engine.worker.attention.write_heads import write_heads
 from pagedray.engine.worker.input_batch import InputBatch
 from pagedray.engine.worker.kv_cache import KVCache
 from pagedray.engine.worker.row_state import RowState
 from pagedray.engine.worker.step_plan import StepPlan
-from pagedray.engine.worker.upload import upload, upload_into
+from pagedray.engine.worker.upload import upload
 from pagedray.kernels.paged_decode import (
     DecodePlan,
     DecodeScratch,
@@ -75,6 +75,11 @@ class Layout:
     num_items: int = 0  # of the decoding sequences' work, per block group
     num_tile_ints: int = 0  # of the prefilling ones', for all groups
     num_wanted: int = 0  # tokens whose hidden states are wanted; 0: all
+
+    @property
+    def num_hidden(self) -> int:
+        """Hidden states that come out."""
+        return self.num_wanted or self.num_tokens
 
 
 class TritonAttention:
@@ -137,21 +142,18 @@ class TritonAttention:
             and len(step.wanted_tokens) <= layout.num_wanted
         )
 
-    def empty_ints(self, layout: Layout) -> Tensor:
-        """Where a captured step reads its integers; they hold a step of nothing at first."""
-        none = np.zeros(0, np.int64)
-        nothing = StepPlan(none, none, np.zeros(1, np.int64), none, 0, none, none, (), (), (), none, ())
-        return upload(self._pack(nothing, layout, np.zeros(0, np.int32)), self._device)
+    def num_ints(self, layout: Layout) -> int:
+        """Integers of a step of this layout."""
+        return packed_size(self._sizes(layout))
 
     def batch(self, layout: Layout, ints: Tensor) -> InputBatch:
         """The tensors of a captured step; queues the kernel that completes them on the device."""
         return self._batch(layout, ints, None)
 
-    def fill(self, step: StepPlan, layout: Layout, into: Tensor) -> None:
-        """Send a step that fits `layout` to where a captured one reads it."""
-        ints = self._pack(step, layout, self._tiles(step))
+    def fill(self, step: StepPlan, layout: Layout, ints: Ints) -> None:
+        """Write the `num_ints` integers of a step that fits `layout`."""
+        self._pack(step, layout, self._tiles(step), ints)
         self._tokens.send_old_blocks()
-        upload_into(ints, into)
 
     def _batch(self, layout: Layout, ints: Tensor, tiles: Ints | None) -> InputBatch:
         """The tensors in a step's integers; queues the kernel that completes them on the device.
@@ -181,7 +183,8 @@ class TritonAttention:
             )
             for group, window in enumerate(self._windows)
         )
-        return InputBatch(token_ids, positions, plans, wanted.long() if layout.num_wanted else None)
+        padded_slots = slots[0] if tiles is None else None
+        return InputBatch(token_ids, positions, plans, wanted.long() if layout.num_wanted else None, padded_slots)
 
     def _sizes(self, layout: Layout) -> list[int]:
         """Of the arrays in order: the tokens', a decode plan per group, prefill tiles, wanted tokens."""
@@ -196,7 +199,7 @@ class TritonAttention:
         chunks = slice(step.num_decoding, None)
         return plan_prefill(step.row[chunks], step.query_start[chunks], step.lengths[chunks], self._tile_queries)
 
-    def _pack(self, step: StepPlan, layout: Layout, tiles: Ints) -> Ints:
+    def _pack(self, step: StepPlan, layout: Layout, tiles: Ints, into: Ints | None = None) -> Ints:
         """A step's integers, padded to its layout. Padding has no length: nothing is read for it."""
         n, extra = step.num_decoding, layout.num_decoding - step.num_decoding
         decodes: list[NDArray[Any]] = [np.zeros(0, np.int32)] * len(self._windows)
@@ -208,7 +211,7 @@ class TritonAttention:
         if step.wanted_tokens is not None:
             wanted[: len(step.wanted_tokens)] = step.wanted_tokens
         all_tiles = padded(tiles, layout.num_tile_ints - len(tiles))
-        return pack([*self._tokens.arrays(step, layout.num_tokens), *decodes, all_tiles, wanted])
+        return pack([*self._tokens.arrays(step, layout.num_tokens), *decodes, all_tiles, wanted], into)
 
     def _num_items(self, num_seqs: int) -> int:
         return num_decode_items(num_seqs, self._num_kv_heads, self._num_sms)

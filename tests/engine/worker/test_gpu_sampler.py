@@ -130,6 +130,17 @@ def test_logprobs_of_the_rows_that_asked(device, num_asked):
             assert_logprobs(scored[row], expected_logprobs(logits[row].float().numpy(), tokens[row], k))
 
 
+def test_a_filter_too_small_for_float32_is_none(device):
+    """The host must agree with the kernel about which rows have filters, or nobody would write the token."""
+    logits = torch.tensor([[0.0, -40.0, 1.0]])
+    rows = GpuRows(device, 1, 3)
+    rows.add(0, ReferenceSequence(params(min_p=1e-60, seed=3), [0]))
+    assert not rows.state.is_filtered_cpu[0]
+    cpu = Rows(1, 3)
+    cpu.add(0, ReferenceSequence(params(min_p=1e-60, seed=3), [0]))
+    assert messages(rows.sample(logits, [0]))[0] == cpu.sample(logits, [0]).token_ids.tolist()
+
+
 def test_what_broken_rows_give(device):
     greedy = params(temperature=0.0)
     assert sample_one(device, [nan] * 5, ReferenceSequence(greedy, [0])) == 0

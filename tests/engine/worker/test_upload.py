@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedray.engine.worker.upload import _packed, _views, upload, upload_all, upload_into
+from pagedray.engine.worker.upload import _packed, _views, upload, upload_all
 
 ARRAYS = [
     np.arange(5, dtype=np.int64),
@@ -36,10 +36,3 @@ def test_what_arrives(device):
     assert upload_all([], device) == []
     assert upload([1, 2], device, torch.int32).tolist() == [1, 2] and upload((), device, torch.int64).shape == (0,)
     assert upload(np.array([1, 2]), device, torch.float32).dtype == torch.float32
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_into_a_tensor_that_is_there(device):
-    target = torch.zeros(3, dtype=torch.int32, device=device)
-    upload_into(np.array([4, 5, 6], dtype=np.int32), target)
-    assert target.tolist() == [4, 5, 6]
