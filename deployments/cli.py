@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -18,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from pagedray.deployments.devices import device_here, device_of_cluster
 from pagedray.deployments.phases import Phases
+from pagedray.deployments.process_start import began_at_s
 from pagedray.deployments.proxy import Listener, end_haproxy, listener
 from pagedray.engine.checkpoint import open_checkpoint
 from pagedray.engine.config import Config, Device, leaves, load_config
@@ -44,9 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         find_device = functools.partial(device_of_cluster, ray_address) if ray_address else device_here
         config = read_config(args, os.environ, find_device)
         if args.print_config:
-            print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
+            settings = config.model_dump(mode="json")
+            if {config.server.min_replicas, config.server.max_replicas} != {None}:
+                del settings["server"]["num_engine_replicas"]  # it excludes those: what is printed can be read again
+            print(yaml.safe_dump(settings, sort_keys=False), end="")
             return 0
-        serve(config, ray_address, _process_start_s())
+        serve(config, ray_address, began_at_s(os.getpid()))
         return 0
     except PagedrayError as error:
         print(f"pagedray: {error}", file=sys.stderr)
@@ -105,7 +108,11 @@ def address(environ: Mapping[str, str]) -> str | None:
 
 
 def serve(config: Config, ray_address: str | None, begun_s: float) -> None:
-    """Serve until a signal comes, on a Ray of our own or on the one at `ray_address`."""
+    """Serve until a signal comes, on a Ray of our own or on the one at `ray_address`.
+
+    Args:
+        begun_s: wall clock of the process's beginning: Python's own start and the imports are waited for too.
+    """
     phases = Phases(sys.stdout, begun_s)
     with tempfile.TemporaryDirectory(prefix="pr-", dir="/tmp") as folder:
         if ray_address is None:
@@ -130,12 +137,6 @@ def serve(config: Config, ray_address: str | None, begun_s: float) -> None:
     if launch.ray_is_gone:
         sys.stdout.flush()
         os._exit(0)  # Ray's exit handlers would look for it for a minute
-
-
-def _process_start_s() -> float:
-    """When this process began, wall clock: Python's own start and the imports are part of what a user waits for."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _how(name: str, field: FieldInfo) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""`pagedray serve`: Ray, Serve and the application in the foreground, from the first phase to a clean end."""
+"""`pagedray serve`: Ray, Serve and the application in the foreground, from the first phase to a clean end.
+
+`ray.serve` is imported where it is used, since that takes a while: `own_ray` does it while Ray's processes start.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import io
 import json
 import logging
 import math
-import os
 import shlex
 import signal
 import time
@@ -16,20 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 
-from pagedray.deployments.build import APP, Parts, application, num_cpus, num_gpus
+from pagedray.deployments import own_ray
+from pagedray.deployments.build import APP, Parts, application, num_gpus
 from pagedray.deployments.directory import Directory
 from pagedray.deployments.engine_watch import EngineWatch
 from pagedray.deployments.log_tail import LogTail
 from pagedray.deployments.phases import Phases
+from pagedray.deployments.placement import PlacementWatch
 from pagedray.deployments.proxy import Listener
 from pagedray.engine.config import Config, EngineFacts, describe_level
 from pagedray.engine.errors import ConfigError, EngineUnavailable
 
-OBJECT_STORE_BYTES = 100 * 2**20  # messages travel inline; nothing large is ever put
 DRAIN_S = 5.0  # how long streams may go on once the server is told to stop
 LOOK_S = 0.1  # between looks at a start
 STATUS_S = 1.0  # between looks at what Serve says of it
@@ -89,15 +89,7 @@ class Launch:
     def _start_ray(self) -> None:
         self._phases.draw("Ray")
         if self._ray_address is None:
-            context: Any = ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus(self._config))),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=OBJECT_STORE_BYTES,
-            )
-            self._logs = Path(context.address_info["session_dir"], "logs", "serve")
+            self._logs = own_ray.start(self._config)
         elif not ray.is_initialized():  # it is where the cluster was asked for its devices
             ray.init(address=self._ray_address, logging_level=logging.ERROR)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -111,30 +103,36 @@ class Launch:
         wanted = num_gpus(self._config)
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         if wanted > (found := resources.get("GPU", 0.0)):
-            remedy = "lower num_engine_replicas" if found else "use device auto or cpu"
+            number = "max_replicas" if self._config.server.scales else "num_engine_replicas"
+            remedy = (
+                f"lower {number}, tensor_parallel_size or pipeline_parallel_size" if found else "use device auto or cpu"
+            )
             raise ConfigError(f"device is cuda and {wanted:g} GPUs are needed, this machine has {found:g}; {remedy}")
 
     def _deploy(self) -> EngineFacts:
         """Start Serve and the application, and wait until it answers over HTTP."""
+        from ray import serve
+
+        from pagedray.deployments.serve_start import ServeStart
+
         self._phases.draw("Serve")
-        listen = {"host": self._listener.host, "port": self._listener.port}
-        try:
-            serve.start(proxy_location="HeadOnly" if self._ray_address is None else "EveryNode", http_options=listen)
-        except RayError as error:
-            lines = str(error).strip().splitlines()
-            alerts = [line for line in lines if "ALERT" in line]  # HAProxy's own words
-            raise EngineUnavailable(f"Serve does not start: {(alerts or lines[-1:])[0]}") from None
-        self._phases.end("Serve")
+        starting = ServeStart(self._listener, "HeadOnly" if self._ray_address is None else "EveryNode")
         target = serve.RunTarget(target=application(self._config, self._parts, DRAIN_S), name=APP, route_prefix="/")
+        starting.wait_for_controller()
         serve.run_many([target], wait_for_applications_running=False)
+        self._phases.end("Serve")
         watch = EngineWatch(Directory(APP, self._config.model), self._phases)
-        asked_s = time.monotonic()
+        asked_s, placement = time.monotonic(), PlacementWatch(self._config)
         while (facts := watch.look()) is None:
+            starting.check()
+            if self._ray_address is not None and not watch.has_begun and (trouble := placement.look()) is not None:
+                self._phases.say(f"not placed yet: {trouble}")
             asked_s = self._ask_serve(asked_s)
             time.sleep(LOOK_S)
         loaded_s = time.monotonic()
         while not self._answers():
             self._phases.draw(AFTER_LOADING)
+            starting.check()
             asked_s = self._ask_serve(asked_s)
             if self._ray_address is not None and time.monotonic() - loaded_s > HTTP_TIMEOUT_S:
                 remedy = "a cluster's Serve listens where it was first told to; give that as --host and --port"
@@ -148,6 +146,8 @@ class Launch:
         now = time.monotonic()
         if now - asked_s < STATUS_S:
             return asked_s
+        from ray import serve
+
         for name, deployment in serve.status().applications[APP].deployments.items():
             text, marker, error = deployment.message.partition("Error:\n")
             if marker or deployment.status == "DEPLOY_FAILED":
@@ -216,6 +216,9 @@ class Launch:
 
     def _end(self) -> None:
         """Leave nothing behind. The application goes first: HAProxy must live while its streams end."""
+        from ray import serve
+        from ray.serve.exceptions import RayServeException
+
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of a terminal sends several
         if self._ray_address is None and ray.is_initialized() and _our_ray_died():
             self.ray_is_gone = True

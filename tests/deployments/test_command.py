@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -47,10 +48,19 @@ def test_the_phases_account_for_the_start(started: tuple[Served, float]) -> None
 
 
 @pytest.mark.ray
+def test_no_process_runs_that_nobody_needs(served: Served) -> None:
+    commands = [process.command for process in served.left_over()]
+    assert not [command for command in commands if "dashboard/dashboard.py" in command]
+    # Ray is told of a process for every actor, so that none has to wait for its own to begin, and none is left over.
+    idle = [command for command in commands if command.startswith("ray::IDLE")]
+    assert len(idle) <= max(0, (os.cpu_count() or 1) - 8)  # eight: two ingresses here
+
+
+@pytest.mark.ray
 def test_it_says_what_it_serves(served: Served) -> None:
     assert "HAProxy, listening on 127.0.0.1:" in served.output
     assert re.search(r"KV cache +[\d,]+ blocks of 16 tokens, [\d,]+ tokens: [\d.]+ sequences", served.output)
-    assert re.search(r"attention +torch: \S", served.output)
+    assert re.search(r"attention +(cpu|torch): \S", served.output)
     assert "GiB" in served.output  # the bar of the weights
     assert "(pid=" not in served.output
 
