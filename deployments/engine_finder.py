@@ -31,11 +31,14 @@ class EngineFinder:
         self._directory, self._num_engines = directory, num_engines
         self._known: dict[str, asyncio.Task[None]] = {}  # engine id → connecting to it, done once it is connected
         self._lost = asyncio.Event()
-        self.connected = asyncio.Event()  # set once there was an engine
 
     def on_link_dead(self, link: EngineLink) -> None:
         """Look for the engine's successor at once."""
         self._known.pop(link.facts.engine_id, None)
+        self._lost.set()
+
+    def hurry(self) -> None:
+        """Look at once: an engine may have come up."""
         self._lost.set()
 
     async def run(self, client: EngineClient) -> None:
@@ -45,6 +48,9 @@ class EngineFinder:
             try:
                 async with asyncio.timeout(ANSWER_S):
                     found = await asyncio.to_thread(self._directory.find, "scheduler")
+                for engine_id in [name for name, task in self._known.items() if task.done() and name not in found]:
+                    if not client.has_link(engine_id):
+                        del self._known[engine_id]  # it was stopped
                 for engine_id, scheduler in found.items():
                     if engine_id not in self._known:
                         self._known[engine_id] = asyncio.create_task(self._connect(client, engine_id, scheduler))
@@ -66,4 +72,3 @@ class EngineFinder:
             return
         log.info("connected engine_id=%s", engine_id)
         client.add_link(RayLink(scheduler, facts))
-        self.connected.set()

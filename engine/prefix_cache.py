@@ -10,6 +10,8 @@ import hashlib
 import struct
 from collections.abc import Sequence as Seq
 
+from pagedray.engine.cache_log import CacheChanges, CacheLog, snapshot
+
 DIGEST_BYTES = 16
 
 
@@ -43,6 +45,14 @@ class PrefixCache:
         self._windows = windows
         self._blocks: tuple[dict[bytes, int], ...] = tuple({} for _ in windows)
         self._keys: dict[int, tuple[int, bytes]] = {}  # block → group, hash
+        # One group stands for all where others are told: of full attention, since it needs every block of a prefix.
+        self._told_group = windows.index(None) if None in windows else 0
+        self.log = CacheLog()
+
+    def changes_since(self, number: int | None) -> CacheChanges:
+        """What others should know who were told up to `number` of the log, or nothing yet."""
+        changes = None if number is None else self.log.since(number)
+        return snapshot(self._blocks[self._told_group]) if changes is None else changes
 
     def knows(self, block: int) -> bool:
         return block in self._keys
@@ -52,10 +62,14 @@ class PrefixCache:
         if block_hash not in self._blocks[group]:
             self._blocks[group][block_hash] = block
             self._keys[block] = group, block_hash
+            if group == self._told_group:
+                self.log.added(block_hash)
 
     def forget(self, block: int) -> None:
         group, block_hash = self._keys.pop(block)
         del self._blocks[group][block_hash]
+        if group == self._told_group:
+            self.log.evicted(block_hash)
 
     def first_seen(self, group: int, position: int) -> int:
         """Index of the first block that a token at `position` attends to."""

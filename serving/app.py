@@ -66,7 +66,7 @@ def create_app(
         return Json({"version": package_version()})
 
     async def scrape(request: HttpRequest) -> Response:
-        text = metrics.render(await client.stats())
+        text = metrics.render(await client.stats(), client)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(request: HttpRequest) -> Response:

@@ -1,13 +1,15 @@
 """The ingress's side of the engines: submits requests, hands out their updates, moves them when an engine dies.
 
 One poll per engine is outstanding at any time; its answer carries the new tokens of all requests that this ingress has
-there. The client keeps each live request's tokens so far. When an engine dies, those requests go to another one with
-their tokens, under a new id; whoever reads the updates sees a pause.
+there, and news of how the engine is doing. The client keeps each live request's tokens so far. When an engine dies,
+those requests go to another one with their tokens, under a new id; whoever reads the updates sees a pause. Where
+engines are started on demand, requests that find none wait for one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -19,12 +21,13 @@ from pagedray.engine.config import EngineFacts, FailureConfig
 from pagedray.engine.errors import EngineDead, EngineUnavailable, Overloaded, PagedrayError, UserError
 from pagedray.engine.messages import PromptLogprobs, Request, RequestUpdate, UpdateBatch
 from pagedray.engine.metrics import EngineStats
-from pagedray.serving.routing import least_loaded
+from pagedray.serving.demand import Demand
+from pagedray.serving.router import RoutedEngine, Router
 
 log = logging.getLogger(__name__)
 
 POLL_RETRY_S = 0.2  # pause after a poll that found the engine unreachable
-MOVE_RETRY_S = 0.5  # longest pause between attempts to place requests of a dead engine
+MOVE_RETRY_S = 0.5  # longest pause between attempts to place requests that have no engine
 
 
 class EngineLink(Protocol):
@@ -57,11 +60,13 @@ class Deadlines(msgspec.Struct, frozen=True):
 class _Connection:
     """A link, and what this client has going on over it."""
 
-    def __init__(self, link: EngineLink):
+    def __init__(self, link: EngineLink, engine: RoutedEngine):
         self.link = link
+        self.engine = engine
         self.num_live = 0
         self.is_draining = False
         self.is_dead = False
+        self.is_silent = False  # a submit was not answered, and no poll since: others are tried first
         self.poll_task: asyncio.Task[None] | None = None
 
 
@@ -73,7 +78,8 @@ class _Live:
         self.generation = generation
         self.index = index
         self.connection: _Connection | None = None
-        self.id = request.id  # of the current attempt
+        self.attempt = request  # as last submitted
+        self.id = request.id  # of that attempt
         self.num_attempts = 0
         self.is_accepted = False
         self.is_ended = False
@@ -84,19 +90,22 @@ class _Live:
         """The request to submit now: it continues after the tokens that were delivered."""
         self.num_attempts += 1
         if self.num_attempts == 1:
-            return self.request
+            return self.attempt
         self.id = f"{self.request.id}.{self.num_attempts}"
         params = self.request.params
         if params.prompt_logprobs is not None and self.next_prompt_logprob >= len(self.request.prompt_ids):
             params = msgspec.structs.replace(params, prompt_logprobs=None)
-        return msgspec.structs.replace(self.request, id=self.id, output_ids=tuple(self.output_ids), params=params)
+        ids = tuple(self.output_ids)
+        self.attempt = msgspec.structs.replace(self.request, id=self.id, output_ids=ids, params=params)
+        return self.attempt
 
 
 class Generation:
     """Requests submitted together. Leaving its context aborts those that have not ended."""
 
-    def __init__(self, client: EngineClient, requests: Sequence[Request]):
+    def __init__(self, client: EngineClient, requests: Sequence[Request], session: bytes | None):
         self._client = client
+        self.session = session
         self._live = {index: _Live(request, self, index) for index, request in enumerate(requests)}
         self._arrived: list[tuple[int, RequestUpdate]] = []
         self._error: PagedrayError | None = None
@@ -158,6 +167,8 @@ class EngineClient:
         failure: how long to wait for an engine to move requests to, and how long a poll may take.
         on_link_dead: called once for each link whose engine died, after the link was dropped. It finds the rebuilt
             engine and adds a link to it; requests of the dead one wait for that.
+        router: chooses among the engines.
+        demand: where engines come on demand, requests that find none wait for one; else they are refused.
     """
 
     def __init__(
@@ -165,17 +176,21 @@ class EngineClient:
         failure: FailureConfig,
         on_link_dead: Callable[[EngineLink], None] | None = None,
         deadlines: Deadlines = Deadlines(),  # noqa: B008 (frozen)
+        router: Router | None = None,
+        demand: Demand | None = None,
     ):
         self.client_id = f"ingress-{uuid.uuid4().hex}"
+        self.router = router or Router()
         self._failure = failure
         self._on_link_dead = on_link_dead
         self._deadlines = deadlines
+        self._demand = demand or Demand(None, 0)
+        self._is_closing = False
         self._connections: list[_Connection] = []
         self._connected = asyncio.Event()  # set, and replaced, when a link is added
         self._live: dict[str, _Live] = {}
         self._aborting: set[str] = set()  # ids whose abort is on its way
         self._tasks: set[asyncio.Task[None]] = set()
-        self._turn = 0
         self._facts: EngineFacts | None = None
 
     @property
@@ -190,9 +205,17 @@ class EngineClient:
         """Requests that have not ended."""
         return len(self._live)
 
+    @property
+    def num_homeless(self) -> int:
+        """Requests that wait for an engine to start, or to move from a dead one."""
+        return self._demand.num
+
+    def has_link(self, engine_id: str) -> bool:
+        return any(connection.link.facts.engine_id == engine_id for connection in self._connections)
+
     def add_link(self, link: EngineLink) -> None:
         """Route requests to this engine from now on. Call it on the event loop."""
-        connection = _Connection(link)
+        connection = _Connection(link, self.router.add(link.facts.engine_id))
         self._facts = link.facts
         self._connections.append(connection)
         connection.poll_task = self._spawn(self._poll(connection))
@@ -203,30 +226,55 @@ class EngineClient:
         """Give the engine no more requests; those it has go on to their end."""
         for connection in self._connections:
             if connection.link is link:
-                connection.is_draining = True
-                self._drop_if_drained(connection)
+                self._drain(connection)
                 return
 
-    async def submit(self, requests: Sequence[Request]) -> Generation:
+    async def submit(self, requests: Sequence[Request], session: bytes | None = None) -> Generation:
         """Have one engine accept all of `requests`, or none.
+
+        Args:
+            session: requests of one session go to one engine, as far as load allows.
 
         Raises:
             UserError: a request can never be served.
-            Overloaded: every engine's queue is full.
-            EngineUnavailable: no engine is up.
+            Overloaded: every engine's queue is full, or too many requests wait for an engine to start.
+            EngineUnavailable: no engine is up, or none has started in time.
         """
-        generation = Generation(self, requests)
+        generation = Generation(self, requests, session)
+        lives = list(generation._live.values())
         try:
-            await self._place(list(generation._live.values()))
+            try:
+                await self._place(lives)
+            except EngineUnavailable:
+                if not self._demand.is_heard:
+                    raise
+                await self._hold(lives)
         except BaseException:
             generation.close()
             raise
         return generation
 
+    async def await_engine(self, timeout_s: float) -> None:
+        """Return once there has been an engine. Asks for one, as requests do. Raises EngineUnavailable."""
+        if self._facts is not None:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                with self._demand.of(1):
+                    await self._connected.wait()
+        except TimeoutError:
+            raise EngineUnavailable(f"no engine has started within start_timeout_s ({timeout_s:g} s)") from None
+
     async def health(self) -> None:
-        """Return when some engine is healthy. Raises EngineUnavailable with each one's trouble."""
+        """Return when some engine is healthy, or would be started on demand.
+
+        Raises:
+            EngineUnavailable: with each one's trouble.
+        """
         connections = list(self._connections)
         if not connections:
+            if self._demand.is_heard and self._facts is not None:
+                return
             raise EngineUnavailable("no engine is up")
         checks = [asyncio.ensure_future(self._trouble(connection)) for connection in connections]
         try:
@@ -256,6 +304,8 @@ class EngineClient:
 
     async def close(self) -> None:
         """Abort everything and let go of the engines."""
+        self._is_closing = True
+        self._demand.close()
         lives = list(self._live.values())
         for generation in {live.generation for live in lives}:
             generation._fail(EngineUnavailable("the server is shutting down"))
@@ -275,9 +325,14 @@ class EngineClient:
                 # doesn't answer a poll for as long is gone, whatever it says later.
                 async with asyncio.timeout(self._failure.client_timeout_s):
                     batch = await self._poll_once(connection.link, ack)
+                connection.is_silent = False
+                if batch.news is not None:
+                    self.router.hear(connection.engine, batch.news)
                 strangers = [update.request_id for update in batch.updates if not self._dispatch(update)]
                 if strangers:
                     self._send_abort(connection, strangers)
+                if batch.news is not None and batch.news.is_draining and not connection.is_draining:
+                    self._drain(connection)
                 ack = batch.seq
         except TimeoutError:
             self._bury(connection, EngineDead(f"no answer to a poll for {self._failure.client_timeout_s:g} s"))
@@ -336,8 +391,8 @@ class EngineClient:
         tried: list[_Connection] = []
         while True:
             lives = [live for live in lives if not live.is_ended]
-            connection = self._pick(tried)
-            if connection is None or not lives:
+            connection = self._pick(lives, tried)
+            if connection is None:
                 break
             tried.append(connection)
             requests = tuple(self._assign(live, connection) for live in lives)
@@ -361,23 +416,50 @@ class EngineClient:
                 self._bury(connection, error)
             except TimeoutError:
                 refusal = EngineUnavailable(f"the engine did not answer within {self._deadlines.submit_s:g} s")
+                connection.is_silent = True
                 self._send_abort(connection, [live.id for live in lives])
             self._unassign(lives)
         if lives:
             raise overloaded or refusal
 
-    def _pick(self, tried: list[_Connection]) -> _Connection | None:
+    def _pick(self, lives: list[_Live], tried: list[_Connection]) -> _Connection | None:
         usable = [c for c in self._connections if not c.is_draining and c not in tried]
-        if not usable:
+        usable = [c for c in usable if not c.is_silent] or usable
+        if not usable or not lives:
             return None
-        self._turn += 1
-        return usable[least_loaded([c.num_live for c in usable], self._turn)]
+        engines = [c.engine for c in usable]
+        chosen = self.router.choose(engines, [live.request for live in lives], lives[0].generation.session)
+        return usable[engines.index(chosen)]
+
+    async def _hold(self, lives: list[_Live]) -> None:
+        """Place requests once an engine was started for them."""
+        self._demand.check_room(len(lives))
+        limit_s = self._failure.start_timeout_s
+        with self._demand.of(len(lives)):
+            try:
+                async with asyncio.timeout(limit_s):
+                    while not self._is_closing:
+                        connected = self._connected
+                        with contextlib.suppress(EngineUnavailable):
+                            await self._place(lives)
+                            return
+                        await self._await_link(connected, MOVE_RETRY_S)
+                    raise EngineUnavailable("the server is shutting down")
+            except TimeoutError:
+                raise EngineUnavailable(f"no engine has started within start_timeout_s ({limit_s:g} s)") from None
+
+    async def _await_link(self, connected: asyncio.Event, timeout_s: float) -> None:
+        """Wait until a link has been added since `connected` was current, but no longer than that."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await connected.wait()
 
     def _assign(self, live: _Live, connection: _Connection) -> Request:
         """Expect updates of a new attempt over this connection: they may come before submit returns."""
         request = live.next_attempt()
         live.connection = connection
         connection.num_live += 1
+        self.router.sent(connection.engine, request)
         self._live[live.id] = live
         return request
 
@@ -386,6 +468,7 @@ class EngineClient:
             self._live.pop(live.id, None)
             if live.connection is not None:
                 live.connection.num_live -= 1
+                self.router.ended(live.connection.engine, live.attempt)
                 live.connection = None
 
     def _end(self, live: _Live) -> None:
@@ -427,6 +510,7 @@ class EngineClient:
             return
         connection.is_dead = True
         self._connections = [c for c in self._connections if c is not connection]
+        self.router.remove(connection.engine)
         orphans: dict[Generation, list[_Live]] = {}
         for live in list(self._live.values()):
             if live.connection is connection and live.is_accepted:
@@ -441,33 +525,39 @@ class EngineClient:
             self._spawn(self._move(lives, error))
 
     async def _move(self, lives: list[_Live], cause: EngineDead) -> None:
-        """Find a new engine for requests of a dead one, or fail them once resubmit_timeout_s has passed."""
+        """Find a new engine for requests of a dead one, or fail them once resubmit_timeout_s has passed.
+
+        Where engines come on demand, the new one may have to be started first: then start_timeout_s counts if longer.
+        """
         generation = lives[0].generation
         timeout_s = self._failure.resubmit_timeout_s
+        if self._demand.is_heard:
+            timeout_s = max(timeout_s, self._failure.start_timeout_s)
         deadline = asyncio.get_running_loop().time() + timeout_s
         for live in lives:
             live.is_accepted = False
-        while True:
-            connected = self._connected
-            try:
-                await self._place(lives)
-                return
-            except UserError as error:
-                generation._fail(error)
-                break
-            except PagedrayError as error:
-                remaining = deadline - asyncio.get_running_loop().time()
-                if remaining <= 0:
-                    reason = (
-                        f"the engine died ({cause.reason}) and no other took the request for {timeout_s:g} s: {error}"
-                    )
-                    generation._fail(EngineDead(reason))
+        with self._demand.of(len(lives)):
+            while True:
+                connected = self._connected
+                try:
+                    await self._place(lives)
+                    return
+                except UserError as error:
+                    generation._fail(error)
                     break
-            try:
-                async with asyncio.timeout(min(MOVE_RETRY_S, remaining)):
-                    await connected.wait()
-            except TimeoutError:
-                continue
+                except PagedrayError as error:
+                    remaining = deadline - asyncio.get_running_loop().time()
+                    if self._is_closing:
+                        generation._fail(EngineUnavailable("the server is shutting down"))
+                        break
+                    if remaining <= 0:
+                        reason = (
+                            f"the engine died ({cause.reason}) and no other took the request for {timeout_s:g} s: "
+                            f"{error}"
+                        )
+                        generation._fail(EngineDead(reason))
+                        break
+                await self._await_link(connected, min(MOVE_RETRY_S, remaining))
         self._abort([live for live in lives if not live.is_ended])
 
     async def _trouble(self, connection: _Connection) -> str | None:
@@ -481,9 +571,14 @@ class EngineClient:
             return str(error)
         return None
 
+    def _drain(self, connection: _Connection) -> None:
+        connection.is_draining = True
+        self._drop_if_drained(connection)
+
     def _drop_if_drained(self, connection: _Connection) -> None:
         if connection.is_draining and connection.num_live == 0 and connection in self._connections:
             self._connections.remove(connection)
+            self.router.remove(connection.engine)
             if connection.poll_task is not None:
                 connection.poll_task.cancel()
 

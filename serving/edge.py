@@ -83,6 +83,11 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
+def session_name(headers: list[tuple[bytes, bytes]]) -> bytes | None:
+    """The client's X-Session-Id: requests of one session go to one engine, as far as load allows."""
+    return next((value for name, value in headers if name == b"x-session-id" and value), None)
+
+
 def client_request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
     """The client's X-Request-Id without characters that don't belong in one, or nothing."""
     given = next((value for name, value in headers if name == b"x-request-id"), b"")

@@ -1,7 +1,7 @@
 """Prometheus metrics of an ingress and of the engines it sees. Names follow vLLM's where the meaning is the same.
 
 Engine figures (`engine` label) are read when scraped, so every ingress reports the same ones. The others are this
-ingress's own: counts of finished choices, latencies, HTTP answers.
+ingress's own: counts of finished choices, latencies, HTTP answers, and its choices of engines.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pagedray.engine.metrics import EngineStats
+from pagedray.serving.client import EngineClient
 
 SECONDS = (
     0.001,
@@ -89,10 +90,11 @@ class RequestMetrics:
     def answered(self, code: int) -> None:
         self._http.labels(str(code)).inc()
 
-    def render(self, engines: Iterable[EngineStats]) -> bytes:
+    def render(self, engines: Iterable[EngineStats], client: EngineClient) -> bytes:
         """The text of /metrics."""
         scrape = CollectorRegistry()
         scrape.register(_EngineCollector(list(engines)))
+        scrape.register(_RoutingCollector(client))
         return generate_latest(self.registry) + generate_latest(scrape)
 
     def _histogram(self, name: str, text: str) -> Histogram:
@@ -116,3 +118,33 @@ class _EngineCollector:
             for stats in self._engines:
                 counter.add_metric([stats.engine_id], value(stats))
             yield counter
+
+
+class _RoutingCollector:
+    """This ingress's choices of engines so far, and the loads that it would choose by now."""
+
+    def __init__(self, client: EngineClient):
+        self._client = client
+
+    def collect(self) -> Iterable[Metric]:
+        decisions = CounterMetricFamily(
+            "pagedray:routing_decisions",
+            "Choices of an engine. affinity: by prefix or session; overflow: it was too loaded; balance: by load.",
+            labels=["policy", "outcome"],
+        )
+        for (policy, outcome), count in sorted(self._client.router.decisions.items()):
+            decisions.add_metric([policy, outcome], count)
+        yield decisions
+        load = GaugeMetricFamily(
+            "pagedray:routing_load",
+            "Load of an engine as this ingress sees it, in requests: its own and those of others that it was told of.",
+            labels=["engine"],
+        )
+        for engine in self._client.router.engines:
+            load.add_metric([engine.engine_id], engine.load)
+        yield load
+        yield GaugeMetricFamily(
+            "pagedray:num_requests_without_engine",
+            "Requests of this ingress that wait for an engine to start, or to move from a dead one.",
+            self._client.num_homeless,
+        )

@@ -23,6 +23,7 @@ from pagedray.engine.text.tokenizer import Tokenizer
 from pagedray.serving.answer import Answer, Delta
 from pagedray.serving.client import EngineClient
 from pagedray.serving.disconnect import unless_disconnected
+from pagedray.serving.edge import session_name
 from pagedray.serving.limits import parse_object, read_body
 from pagedray.serving.metrics import RequestMetrics
 from pagedray.serving.openai import sse
@@ -133,18 +134,19 @@ class Endpoint:
         arrival_s = time.monotonic()
         try:
             body = await read_body(scope, receive, self._context.config.server.max_body_bytes)
-            await unless_disconnected(receive, self._answer(body, send, arrival_s))
+            session = session_name(scope["headers"])
+            await unless_disconnected(receive, self._answer(body, session, send, arrival_s))
         except ClientDisconnect:
             log.debug("client left path=%s", scope["path"])
 
-    async def _answer(self, body: bytes, send: Send, arrival_s: float) -> None:
+    async def _answer(self, body: bytes, session: bytes | None, send: Send, arrival_s: float) -> None:
         context = self._context
         job = await self._prepare(context, parse_object(body))
         if sum(map(len, job.prompts)) < THREAD_TOKENS:
             requests = self._requests(job)
         else:
             requests = await asyncio.to_thread(self._requests, job)
-        async with await context.client.submit(requests) as generation:
+        async with await context.client.submit(requests, session) as generation:
             answer = Answer(generation, len(requests), context.tokenizer, job.params, context.metrics, arrival_s)
             write = _stream if job.wire.stream else _whole
             await write(job, answer, send)

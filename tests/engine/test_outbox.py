@@ -2,8 +2,9 @@ import asyncio
 
 import pytest
 
+from pagedray.engine.cache_log import CacheChanges
 from pagedray.engine.errors import EngineDead
-from pagedray.engine.messages import RequestUpdate
+from pagedray.engine.messages import EngineNews, Request, RequestUpdate, SamplingParams
 from pagedray.engine.outbox import Outbox
 
 
@@ -72,3 +73,59 @@ def test_failure_reaches_an_open_poll_and_later_ones() -> None:
             await box.poll(0, 60.0, 0.0)
 
     asyncio.run(go())
+
+
+def news(others: int = 0, is_draining: bool = False) -> EngineNews:
+    return EngineNews(
+        is_draining=is_draining,
+        other_requests=others,
+        other_tokens=0,
+        num_running=0,
+        num_waiting=0,
+        kv_usage=0.0,
+        cache=CacheChanges(b"", b"", False),
+    )
+
+
+def test_every_answer_carries_news_and_a_repeated_one_the_same() -> None:
+    async def go() -> None:
+        told = iter([news(1), news(2)])
+        box = Outbox(0.0, lambda: next(told))
+        first = await box.poll(0, 0.001, 0.0)
+        assert first.news == news(1)
+        assert await box.poll(0, 0.001, 0.0) == first
+        box.put(update(0, 5))
+        assert (await box.poll(first.seq, 0.001, 0.0)).news == news(2)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("told", "now", "is_news"),
+    [(0, 1, True), (1, 0, True), (3, 3, False), (100, 110, False), (100, 130, True), (100, 70, True)],
+)
+def test_much_change_of_what_others_have_answers_an_open_poll(told: int, now: int, is_news: bool) -> None:
+    async def go() -> None:
+        box = Outbox(0.0, lambda: news(told))
+        ack = (await box.poll(0, 0.001, 0.0)).seq
+        poll = asyncio.ensure_future(box.poll(ack, 60.0, 0.0))
+        await asyncio.sleep(0)
+        box.others_have(now)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert poll.done() == is_news
+        poll.cancel()
+
+    asyncio.run(go())
+
+
+def test_tokens_of_live_requests_are_counted() -> None:
+    box = Outbox(0.0)
+    params = SamplingParams(max_tokens=1, seed=1)
+    for name, num in (("a", 3), ("b", 5)):
+        box.add(Request(id=name, client_id="c", prompt_ids=(1,) * num, output_ids=(2,), params=params))
+    assert box.live_tokens == 10
+    box.put(RequestUpdate("a", 0, (1,), "stop"))
+    box.drop("a")
+    box.drop("stranger")
+    assert box.live_tokens == 6 and set(box.live) == {"b"}

@@ -22,6 +22,7 @@ from pagedray.engine.metrics import EngineStats
 from pagedray.engine.text.chat_template import ChatTemplate
 from pagedray.serving.app import create_app
 from pagedray.serving.client import Deadlines, EngineClient, EngineLink
+from pagedray.serving.router import Router
 from tests.fakes import ByteTokenizer, FakeWorker
 
 
@@ -109,12 +110,13 @@ class Rig:
         num_engines: int = 1,
         on_link_dead: Callable[[EngineLink], None] | None = None,
         deadlines: Deadlines | None = None,
+        router: Router | None = None,
         **settings: Any,
     ):
         self.worker_class = worker_class
         self.num_engines = num_engines
         self.config = load_config(overrides={"num_kv_blocks": 256, "block_size": 4, **settings})
-        self.client = EngineClient(self.config.failure, on_link_dead, deadlines or Deadlines())
+        self.client = EngineClient(self.config.failure, on_link_dead, deadlines or Deadlines(), router)
         self.links: list[LocalLink] = []
         self.tokenizer = TemplatedTokenizer()
         self.app: Starlette = create_app(self.client, self.tokenizer, self.config)  # type: ignore[arg-type]
