@@ -27,7 +27,7 @@ import torch
 from benchmarks.kernel_work import TINY, WORKS, Axes, Call, Job, Maker, Shape, Work, jobs_of
 from benchmarks.report import header, median_and_spread, row
 
-SHAPES = ("llama-3.1-8b", "qwen3-0.6b")
+SHAPES = ("llama-3.1-8b", "qwen3-0.6b", "mixtral-8x7b", "qwen3-30b-a3b")
 GRAPH_S, SLOW_GRAPH_S, MAX_CALLS = 1e-3, 5e-3, 300
 Round = Callable[[], float]  # seconds a call
 
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.flashinfer and (not on_gpu or importlib.util.find_spec("flashinfer") is None):
         args.flashinfer = False
         print("flashinfer is left out: " + ("it is not installed" if on_gpu else "it needs a GPU"))
-    shapes = args.shapes.split(",") if on_gpu else ["tiny"]
+    shapes = args.shapes.split(",") if on_gpu else ["tiny", "tiny-moe"]
     jobs = [job for shape in shapes for job in jobs_of(shape, Axes() if on_gpu else TINY)]
     if args.only:
         jobs = [job for job in jobs if job.op in args.only.split(",")]

@@ -32,6 +32,9 @@ from pagedray.kernels import (
     gather_logits as gather_op,
 )
 from pagedray.kernels import (
+    grouped_linear as grouped_op,
+)
+from pagedray.kernels import (
     paged_decode as decode_op,
 )
 from pagedray.kernels import (
@@ -44,10 +47,16 @@ from pagedray.kernels import (
     rms_norm as norm_op,
 )
 from pagedray.kernels import (
+    route_experts as route_op,
+)
+from pagedray.kernels import (
     sample_rows as sample_op,
 )
 from pagedray.kernels import (
     small_linear as linear_op,
+)
+from pagedray.kernels import (
+    sort_pairs as sort_op,
 )
 from pagedray.kernels import (
     write_qkv as write_op,
@@ -72,6 +81,9 @@ class Shape(NamedTuple):
     D: int
     vocab: int
     has_qk_norm: bool
+    E: int  # experts; 0: dense
+    top_k: int  # of a token
+    expert_inner: int
 
     @staticmethod
     def of(name: str) -> Shape:
@@ -84,7 +96,10 @@ class Shape(NamedTuple):
             config["num_key_value_heads"],
             config.get("head_dim", hidden // heads),
             config["vocab_size"],
-            config["model_type"] == "qwen3",
+            config["model_type"].startswith("qwen3"),
+            config.get("num_local_experts") or config.get("num_experts", 0),
+            config.get("num_experts_per_tok", 0),
+            config.get("moe_intermediate_size", config["intermediate_size"]),
         )
 
 
@@ -487,6 +502,112 @@ def small_gated_linear(m: Maker, T: int) -> Work:
     )
 
 
+def route_experts(m: Maker, T: int) -> Work:
+    E, k = m.shape.E, m.shape.top_k
+    logits, loads = m.copies(T, E), torch.zeros(E, dtype=torch.int64, device=m.device)
+
+    def torch_op(i: int) -> tuple[Tensor, Tensor]:
+        weights, experts = logits[i].float().softmax(-1).topk(k)
+        return weights / weights.sum(-1, keepdim=True), experts
+
+    def is_correct() -> bool:
+        got, expected = route_op.route_experts(logits[0], k, True), route_op.route_experts_ref(logits[0], k, True)
+        return close(got[0], expected[0], 1e-5) and torch.equal(got[1], expected[1])
+
+    num_bytes = T * (E * m.itemsize + 8 * k)
+    return Work(
+        lambda i: route_op.route_experts(logits[i], k, True, loads),
+        {"torch": torch_op},
+        is_correct,
+        len(logits),
+        num_bytes,
+    )
+
+
+def routed(m: Maker, T: int) -> Tensor:
+    """Experts of T tokens, each of which is as likely as any other."""
+    return torch.rand(T, m.shape.E, device=m.device).topk(m.shape.top_k).indices.int()
+
+
+def sort_pairs(m: Maker, T: int) -> Work:
+    E, experts = m.shape.E, routed(m, T)
+    block_m = grouped_op.pick_block_m(experts.numel(), E, m.dtype) or 16
+
+    def is_correct() -> bool:
+        got, expected = sort_op.sort_pairs(experts, E, 0, E, block_m), sort_op.sort_pairs_ref(experts, E, 0, E, block_m)
+        return all(map(torch.equal, got, expected))
+
+    return Work(
+        lambda i: sort_op.sort_pairs(experts, E, 0, E, block_m),
+        {"torch sort": lambda i: experts.flatten().sort(stable=True)},
+        is_correct,
+        1,
+        8 * experts.numel(),
+    )
+
+
+class RoutedWork:
+    """T tokens with other experts in each copy, of one layer's weights [E, N, K], and plain torch's way to use them."""
+
+    def __init__(self, m: Maker, T: int, N: int, K: int):
+        E = m.shape.E
+        self.w = m.randn(E, N, K, scale=K**-0.5)
+        num_used = E * (1 - (1 - m.shape.top_k / E) ** T)
+        self.num_bytes = num_used * N * K * m.itemsize
+        self.experts = [routed(m, T) for _ in range(m.num_copies(self.num_bytes))]
+        self.pairs = [grouped_op.pairs_of(experts, E, 0, E, m.dtype) for experts in self.experts]
+        # By expert: its pairs. Known to the host, as plain torch needs it.
+        self.members = [
+            [(e, pairs) for e in range(E) if len(pairs := (experts.flatten() == e).nonzero()[:, 0])]
+            for experts in self.experts
+        ]
+
+
+def grouped_gated_linear(m: Maker, T: int) -> Work:
+    N, K, k = m.shape.expert_inner, m.shape.hidden, m.shape.top_k
+    of, x = RoutedWork(m, T, 2 * N, K), m.randn(T, K)
+
+    def torch_op(i: int) -> None:
+        for expert, members in of.members[i]:
+            y = F.linear(x[members // k], of.w[expert])
+            F.silu(y[:, :N]).mul_(y[:, N:])
+
+    return Work(
+        lambda i: grouped_op.grouped_gated_linear(x, of.w, of.pairs[i]),
+        {"torch by expert": torch_op},
+        lambda: is_near(
+            grouped_op.grouped_gated_linear(x, of.w, of.pairs[0]),
+            grouped_op.grouped_gated_linear_ref(x, of.w, of.pairs[0]),
+        ),
+        len(of.pairs),
+        of.num_bytes + T * (K + k * N) * m.itemsize,
+        flops=4 * T * k * N * K,
+    )
+
+
+def grouped_sum_linear(m: Maker, T: int) -> Work:
+    N, K, k = m.shape.hidden, m.shape.expert_inner, m.shape.top_k
+    of, h = RoutedWork(m, T, N, K), m.randn(T * k, K)
+    weights = torch.rand(T, k, device=m.device)
+
+    def torch_op(i: int) -> None:
+        y = torch.zeros(T, N, dtype=torch.float32, device=m.device)
+        for expert, members in of.members[i]:
+            y.index_add_(0, members // k, F.linear(h[members], of.w[expert]) * weights.view(-1, 1)[members])
+
+    return Work(
+        lambda i: grouped_op.grouped_sum_linear(h, of.w, weights, of.pairs[i]),
+        {"torch by expert": torch_op},
+        lambda: is_near(
+            grouped_op.grouped_sum_linear(h, of.w, weights, of.pairs[0]),
+            grouped_op.grouped_sum_linear_ref(h, of.w, weights, of.pairs[0]),
+        ),
+        len(of.pairs),
+        of.num_bytes + T * (k * K + N) * m.itemsize,
+        flops=2 * T * k * N * K,
+    )
+
+
 def paged_decode(m: Maker, S: int, L: int) -> Work:
     """S sequences of L tokens in shuffled blocks. Torch's attention reads keys and values that lie in order."""
     H, K, D = m.shape.H, m.shape.K, m.shape.D
@@ -605,10 +726,15 @@ WORKS: dict[str, Callable[..., Work]] = {
         sample_rows,
         small_linear,
         small_gated_linear,
+        route_experts,
+        sort_pairs,
+        grouped_gated_linear,
+        grouped_sum_linear,
         paged_decode,
         paged_prefill,
     )
 }
+BY_EXPERT = ("route_experts", "sort_pairs", "grouped_gated_linear", "grouped_sum_linear")
 BY_TOKEN = ("rms_norm", "add_rms_norm", "silu_and_mul", "gelu_tanh_and_mul", "write_qkv", "embedding", "begin_step")
 
 
@@ -616,6 +742,7 @@ class Axes(NamedTuple):
     tokens: tuple[int, ...] = (1, 64, 256, 8192)
     rows: tuple[int, ...] = (1, 64, 256)
     small: tuple[int, ...] = (1, 8, 16)
+    routed: tuple[int, ...] = (1, 4, 16, 64, 256, 8192)
     decode: tuple[tuple[int, int], ...] = ((1, 576), (256, 576), (16, 8192), (1, 131072))
     prefill: tuple[tuple[int, int, str], ...] = (
         (1, 512, "fresh"),
@@ -625,11 +752,13 @@ class Axes(NamedTuple):
     )
 
 
-TINY = Axes((1, 3), (1, 3), (1, 2), ((1, 20), (2, 40)), ((1, 20, "fresh"), (2, 20, "paged")))
+TINY = Axes((1, 3), (1, 3), (1, 2), (1, 5), ((1, 20), (2, 40)), ((1, 20, "fresh"), (2, 20, "paged")))
 
 
 def jobs_of(shape: str, axes: Axes) -> list[Job]:
-    """Rows of one model's shapes; attention first, since it takes longest to compile."""
+    """Rows of one model's shapes; attention first, since it takes longest to compile. Of experts nothing but theirs."""
+    if Shape.of(shape).E:
+        return [Job(op, shape, f"T={T}", (T,)) for op in BY_EXPERT for T in axes.routed]
     jobs = [Job("paged_prefill", shape, f"{P}x{L} {source}", (P, L, source)) for P, L, source in axes.prefill]
     jobs += [Job("paged_decode", shape, f"{S}x{L}", (S, L)) for S, L in axes.decode]
     jobs += [

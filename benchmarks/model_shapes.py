@@ -42,6 +42,18 @@ _QWEN3: dict[str, Any] = {
     "rope_scaling": None,
 }
 
+_MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+
 
 def _size(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool) -> dict[str, Any]:
     return {
@@ -74,6 +86,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3-0.6b": {**_QWEN3, **_size(1024, 3072, 28, 16, 8, tied=True)},
     "qwen3-8b": {**_QWEN3, **_size(4096, 12288, 36, 32, 8, tied=False)},
+    "mixtral-8x7b": {
+        **_size(4096, 14336, 32, 32, 8, tied=False),
+        **_MIXTRAL,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3,
+        **_size(2048, 6144, 48, 32, 4, tied=False),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_window_layers": 48,
+    },
     "smollm2-135m": {
         **_LLAMA,
         **_size(576, 1536, 30, 9, 3, tied=True),
@@ -92,6 +125,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
         "max_position_embeddings": 2048,
         "rope_theta": 10000.0,
+        "dtype": "float32",
+    },
+    "tiny-moe": {
+        **_size(64, 48, 2, 4, 2, tied=False),
+        **_MIXTRAL,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
         "dtype": "float32",
     },
 }

@@ -58,7 +58,7 @@ def write_model(model: ModelCase, folder: Path, name: str = "", config: dict[str
 
 
 def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes of a dense decoder of the families above."""
+    """Tensor names and shapes of a decoder of the families in cases.py."""
     family = config["model_type"]
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -71,28 +71,55 @@ def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": (kv_heads * head_dim, hidden),
         "self_attn.v_proj": (kv_heads * head_dim, hidden),
         "self_attn.o_proj": (hidden, heads * head_dim),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
     }
+    dense = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
     biased = []
     if config.get("attention_bias"):
-        biased += [name for name in linears if name.startswith("self_attn")]
+        biased += list(linears)
     if config.get("mlp_bias"):
-        biased += [name for name in linears if name.startswith("mlp")]
-    if family == "qwen2":
+        biased += list(dense)
+    if family in ("qwen2", "qwen2_moe"):
         biased = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
     norms = ["input_layernorm", "post_attention_layernorm"]
     if family == "gemma3_text":
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    head_norms = ["self_attn.q_norm", "self_attn.k_norm"] if family in ("qwen3", "gemma3_text") else []
+    head_norms = ["self_attn.q_norm", "self_attn.k_norm"] if family in ("qwen3", "qwen3_moe", "gemma3_text") else []
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        shapes |= {f"{prefix}{name}.weight": shape for name, shape in linears.items()}
-        shapes |= {f"{prefix}{name}.bias": linears[name][:1] for name in biased}
+        matrices = linears | (expert_shapes(config) if is_sparse(config, layer) else dense)
+        shapes |= {f"{prefix}{name}.weight": shape for name, shape in matrices.items()}
+        shapes |= {f"{prefix}{name}.bias": matrices[name][:1] for name in biased}
         shapes |= {f"{prefix}{name}.weight": (hidden,) for name in norms}
         shapes |= {f"{prefix}{name}.weight": (head_dim,) for name in head_norms}
     return shapes
+
+
+def is_sparse(config: dict[str, Any], layer: int) -> bool:
+    if config["model_type"] in ("qwen2_moe", "qwen3_moe"):
+        return layer not in config["mlp_only_layers"] and (layer + 1) % config["decoder_sparse_step"] == 0
+    return config["model_type"] == "mixtral"
+
+
+def expert_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of a layer's router, experts and shared expert."""
+    hidden = config["hidden_size"]
+    if config["model_type"] == "mixtral":
+        name, num, inner = "block_sparse_moe", config["num_local_experts"], config["intermediate_size"]
+        parts = {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
+    else:
+        name, num, inner = "mlp", config["num_experts"], config["moe_intermediate_size"]
+        parts = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    experts = {f"{name}.experts.{i}.{part}": shape for i in range(num) for part, shape in parts.items()}
+    shared: dict[str, tuple[int, ...]] = {}
+    if "shared_expert_intermediate_size" in config:
+        inner = config["shared_expert_intermediate_size"]
+        shared = {
+            "mlp.shared_expert.gate_proj": (inner, hidden),
+            "mlp.shared_expert.up_proj": (inner, hidden),
+            "mlp.shared_expert.down_proj": (hidden, inner),
+            "mlp.shared_expert_gate": (1, hidden),
+        }
+    return {f"{name}.gate": (num, hidden), **experts, **shared}
 
 
 def random_weights(config: dict[str, Any], seed: str) -> dict[str, torch.Tensor]:
@@ -111,7 +138,13 @@ def random_weights(config: dict[str, Any], seed: str) -> dict[str, torch.Tensor]
         if "embed_tokens" in name:
             # a tied embedding is small, so that the layers and not the input token decide what comes next
             return values * (0.15 if config["tie_word_embeddings"] else 1.0)
-        gain = 4.0 if name == "lm_head.weight" else 2.0 if "o_proj" in name or "down_proj" in name else 1.0
+        gain = (
+            4.0
+            if name == "lm_head.weight"
+            else 2.0
+            if any(part in name for part in ("o_proj", "down_proj", ".w2."))
+            else 1.0
+        )
         return values * gain / shape[-1] ** 0.5
 
     return {name: draw(name, shape).bfloat16() for name, shape in weight_shapes(config).items()}

@@ -13,7 +13,7 @@ from typing import Any
 
 from pagedray.engine.checkpoint import Checkpoint
 from pagedray.engine.errors import ConfigError, UnsupportedModel
-from pagedray.engine.models.spec import Activation, ModelSpec, RopeSpec
+from pagedray.engine.models.spec import Activation, ExpertSpec, ModelSpec, RopeSpec
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -42,9 +42,11 @@ class _Family:
     activation_key: str = "hidden_act"
     head_dim_default: int | None = None  # None: hidden / heads
     rope_theta: float = 10000.0
-    qkv_bias: bool | None = None  # None: as `attention_bias` says
+    bias_key: str = "attention_bias"
+    qkv_bias: bool | None = None  # None: as `bias_key` says
     out_bias: bool | None = None
     mlp_bias: bool = False  # heeds `mlp_bias`
+    num_experts: int | None = None  # where the config doesn't say; None: a dense model
 
 
 _LLAMA = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -63,8 +65,52 @@ _FAMILIES = {
         qkv_bias=False,
         out_bias=False,
     ),
+    "MixtralForCausalLM": _Family(
+        _LLAMA
+        | {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "num_experts_per_tok": 2,
+        },
+        rope_theta=1e6,
+        qkv_bias=False,
+        out_bias=False,
+        num_experts=8,
+    ),
     "Qwen2ForCausalLM": _Family(_QWEN | {"sliding_window": 4096}, qkv_bias=True, out_bias=False),
     "Qwen3ForCausalLM": _Family(_QWEN | {"sliding_window": 4096}, head_dim_default=128),
+    "Qwen2MoeForCausalLM": _Family(
+        _QWEN
+        | {
+            "intermediate_size": 5632,
+            "num_key_value_heads": 16,
+            "sliding_window": 4096,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "decoder_sparse_step": 1,
+            "qkv_bias": True,
+        },
+        bias_key="qkv_bias",
+        out_bias=False,
+        num_experts=60,
+    ),
+    "Qwen3MoeForCausalLM": _Family(
+        _LLAMA
+        | {
+            "intermediate_size": 6144,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "decoder_sparse_step": 1,
+        },
+        num_experts=128,
+    ),
     "Gemma3ForCausalLM": _Family(
         {
             "hidden_size": 2304,
@@ -114,7 +160,7 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
         raise ConfigError(f"{name}: {num_heads} attention heads don't divide into {num_kv_heads} key-value heads")
     layer_types = _layer_types(values, architecture)
     rope, rope_local = _ropes(values, family, architecture)
-    bias = bool(config.get("attention_bias", False))
+    bias = bool(values.config.get(family.bias_key, False))
     scale_of = values.number("query_pre_attn_scalar") if architecture == "Gemma3ForCausalLM" else head_dim
     is_gemma = architecture == "Gemma3ForCausalLM"
     window = config.get("sliding_window", family.defaults.get("sliding_window"))
@@ -144,6 +190,7 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
         bos_id=_first(_ids(checkpoint, family, "bos_token_id")),
         eos_ids=_ids(checkpoint, family, "eos_token_id"),
         dtype=_dtype(config, name),
+        experts=_experts(values, family, architecture),
     )
 
 
@@ -204,12 +251,18 @@ def _layer_types(values: _Values, architecture: str) -> list[str]:
     config, num_layers = values.config, values.integer("num_hidden_layers")
     if architecture == "LlamaForCausalLM":
         return [_FULL] * num_layers
-    if architecture == "MistralForCausalLM":
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
         return [_FULL if config.get("sliding_window") is None else _SLIDING] * num_layers
+    if architecture == "Qwen3MoeForCausalLM":  # all layers or none
+        has_window = config.get("use_sliding_window") and config.get("sliding_window") is not None
+        return [_SLIDING if has_window else _FULL] * num_layers
     types = config.get("layer_types")
     if types is None and architecture == "Gemma3ForCausalLM":
         pattern = values.integer("sliding_window_pattern")
         types = [_SLIDING if (i + 1) % pattern else _FULL for i in range(num_layers)]
+    elif types is None and architecture == "Qwen2MoeForCausalLM":  # every other one of the first layers
+        num_first = values.integer("max_window_layers", at_least=0) if config.get("use_sliding_window") else 0
+        types = [_SLIDING if i % 2 == 0 and i < num_first else _FULL for i in range(num_layers)]
     elif types is None:
         first = values.integer("max_window_layers", at_least=0) if config.get("use_sliding_window") else num_layers
         types = [_SLIDING if i >= first else _FULL for i in range(num_layers)]
@@ -223,6 +276,31 @@ def _layer_types(values: _Values, architecture: str) -> list[str]:
         if architecture.startswith("Qwen") and not config.get("use_sliding_window"):
             raise ConfigError(f"{values.name}: layer_types has sliding layers, but use_sliding_window is off")
     return list(types)
+
+
+def _experts(values: _Values, family: _Family, architecture: str) -> ExpertSpec | None:
+    if family.num_experts is None:
+        return None
+    num_layers, num_experts = values.integer("num_hidden_layers"), family.num_experts
+    for key in ("num_local_experts", "num_experts"):  # transformers 5 writes the first for both families
+        if values.config.get(key) is not None:
+            num_experts = values.integer(key)
+    top_k = values.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        raise ConfigError(f"{values.name}: num_experts_per_tok = {top_k}, there are {num_experts} experts")
+    if architecture == "MixtralForCausalLM":
+        return ExpertSpec(num_experts, top_k, values.integer("intermediate_size"), True, (True,) * num_layers)
+    step, dense = values.integer("decoder_sparse_step"), values.config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ConfigError(f"{values.name}: mlp_only_layers = {dense!r}, a list of layer numbers was expected")
+    return ExpertSpec(
+        num_experts,
+        top_k,
+        values.integer("moe_intermediate_size"),
+        bool(values.config.get("norm_topk_prob", False)),
+        tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+        values.integer("shared_expert_intermediate_size") if architecture == "Qwen2MoeForCausalLM" else 0,
+    )
 
 
 def _ropes(values: _Values, family: _Family, architecture: str) -> tuple[RopeSpec, RopeSpec | None]:

@@ -38,12 +38,20 @@ def rows(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
 
 def num_weights(spec: ModelSpec) -> int:
     heads = spec.num_heads * spec.head_dim
-    layer = spec.hidden * (2 * heads + 2 * spec.num_kv_heads * spec.head_dim + 3 * spec.intermediate + 2)
+    feed_forward = 3 * spec.intermediate
+    if spec.experts is not None:
+        assert all(spec.experts.is_sparse)
+        feed_forward = spec.experts.num_experts * (3 * spec.experts.intermediate + 1)
+    layer = spec.hidden * (2 * heads + 2 * spec.num_kv_heads * spec.head_dim + feed_forward + 2)
     return spec.num_layers * layer + spec.hidden * (1 + spec.vocab_size * (1 if spec.tie_embeddings else 2))
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("llama-3.1-8b", 8030), ("qwen3-0.6b", 596), ("qwen3-8b", 8191), ("smollm2-135m", 135)]
+    ("name", "millions"),
+    [
+        *(("llama-3.1-8b", 8030), ("qwen3-0.6b", 596), ("qwen3-8b", 8191), ("smollm2-135m", 135)),
+        *(("mixtral-8x7b", 46703), ("qwen3-30b-a3b", 30532)),
+    ],
 )
 def test_a_written_model_has_the_size_in_its_name(tmp_path: Path, name: str, millions: int) -> None:
     spec = model_spec(open_checkpoint(str(write_model(name, tmp_path)), needs_weights=False))

@@ -1,6 +1,7 @@
 """Every kernel equals its reference on every case of its file: output, and whatever it writes in place.
 
-An op is tested three times: as it is called; where its file has `<op>_triton`, that in Triton's interpreter (where
+An op is tested as it is called, which on a CPU means compiled kernels where there is a compiler; where its file has
+`<op>_torch`, what runs without one; where its file has `<op>_triton`, that in Triton's interpreter (where
 there is no GPU); and that on a GPU. A file whose kernels take something made from the reference's inputs says what:
 `kernel_inputs("<op>" or "<op>_triton", inputs)` returns their arguments.
 """
@@ -18,11 +19,13 @@ import torch
 
 from pagedray.kernels import paged_attention
 from pagedray.kernels.case import Case
+from pagedray.kernels.cpu.library import compiled_kernels
 from pagedray.kernels.paged_attention import PagedBatch, Workspace, plan_attention
 
 FOLDER = Path(__file__).parents[2] / "kernels"
 MODULES = [importlib.import_module(f"pagedray.kernels.{path.stem}") for path in sorted(FOLDER.glob("*.py"))]
 ALL = [(module, case) for module in MODULES for case in getattr(module, "CASES", []) if isinstance(case, Case)]
+TORCH = [(module, case) for module, case in ALL if hasattr(module, case.op + "_torch")]
 TRITON = [(module, case) for module, case in ALL if hasattr(module, case.op + "_triton")]
 
 
@@ -68,7 +71,8 @@ def moved(value: object, device: str) -> object:
             return value.to(device)
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
     if isinstance(value, (list, tuple)):
-        return type(value)([moved(item, device) for item in value])
+        items = [moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(value, **{field: moved(getattr(value, field), device) for field in fields})
@@ -97,12 +101,19 @@ def check(module: ModuleType, case: Case, kernel: str, device: str = "cpu") -> N
         if a.dtype == torch.float8_e4m3fn:  # neighbours in it, normal or not, are 2**-3 of their value or 2**-9 apart
             assert b.dtype == a.dtype
             a, b, rtol, atol = a.float(), b.float(), max(rtol, 2**-3), max(atol, 2**-9)
-        torch.testing.assert_close(b.cpu(), a, rtol=rtol, atol=atol)
+        torch.testing.assert_close(b.cpu(), a, rtol=rtol, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize(("module", "case"), ALL, ids=case_name)
 def test_kernel_equals_reference(module: ModuleType, case: Case) -> None:
+    if case.op == "compiled_attention" and compiled_kernels().library is None:
+        pytest.skip(compiled_kernels().reason)
     check(module, case, case.op)
+
+
+@pytest.mark.parametrize(("module", "case"), TORCH, ids=case_name)
+def test_without_a_compiler_torch_equals_the_reference(module: ModuleType, case: Case) -> None:
+    check(module, case, case.op + "_torch")
 
 
 # A GPU says nothing of an infinity in a lane that is masked later, which numpy warns of.

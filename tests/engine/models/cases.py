@@ -27,6 +27,16 @@ _COMMON = {
 }
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
 _QWEN = {"hidden_act": "silu", "sliding_window": 16}
+_QWEN3_MOE = {
+    **_QWEN,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "moe_intermediate_size": 48,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +129,20 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         }
     ),
+    "mixtral": ModelCase(
+        {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "hidden_act": "silu",
+            "intermediate_size": 64,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+        seed=7,
+    ),
     "qwen2": ModelCase(
         {
             **_QWEN,
@@ -144,6 +168,26 @@ CASES = {
         },
         seed=12,
     ),
+    "qwen2-moe": ModelCase(  # with an expert that all tokens share, a dense layer, and a window in the first
+        {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "hidden_act": "silu",
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 2,
+            "tie_word_embeddings": False,
+            "rope_theta": 1000000.0,
+        },
+        seed=15,
+    ),
     "qwen3": ModelCase(
         {
             **_QWEN,
@@ -157,6 +201,33 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
         seed=1,
+    ),
+    "qwen3-moe": ModelCase(
+        {
+            **_QWEN3_MOE,
+            "num_hidden_layers": 3,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "tie_word_embeddings": True,
+        },
+        seed=4,
+        shards=2,
+    ),
+    "qwen3-moe-dense-layers": ModelCase(  # experts in layers 1 and 5 alone
+        {
+            **_QWEN3_MOE,
+            "num_hidden_layers": 6,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "tie_word_embeddings": False,
+        },
+        seed=2,
     ),
     "gemma3": ModelCase(
         {

@@ -7,7 +7,7 @@ import pytest
 from pagedray.engine.checkpoint import Checkpoint, open_checkpoint
 from pagedray.engine.errors import ConfigError, UnsupportedModel
 from pagedray.engine.models.parse import model_spec
-from pagedray.engine.models.spec import ModelSpec, RopeSpec
+from pagedray.engine.models.spec import ExpertSpec, ModelSpec, RopeSpec
 from tests.engine.models.cases import CASES
 from tests.tiny_models import tiny_model
 
@@ -22,8 +22,11 @@ SIZES = {
 FAMILIES = {
     "LlamaForCausalLM": "LlamaConfig",
     "MistralForCausalLM": "MistralConfig",
+    "MixtralForCausalLM": "MixtralConfig",
     "Qwen2ForCausalLM": "Qwen2Config",
+    "Qwen2MoeForCausalLM": "Qwen2MoeConfig",
     "Qwen3ForCausalLM": "Qwen3Config",
+    "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
 }
 
@@ -45,6 +48,23 @@ def windows_in_transformers(config) -> tuple[int | None, ...]:
         types = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"]
         types = types * config.num_hidden_layers
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
+
+
+def experts_in_transformers(config) -> ExpertSpec | None:
+    if not hasattr(config, "num_experts_per_tok"):
+        return None
+    layers = range(config.num_hidden_layers)
+    return ExpertSpec(
+        config.num_experts,
+        config.num_experts_per_tok,
+        getattr(config, "moe_intermediate_size", config.intermediate_size),
+        getattr(config, "norm_topk_prob", True),  # Mixtral always does
+        tuple(
+            i not in getattr(config, "mlp_only_layers", []) and (i + 1) % getattr(config, "decoder_sparse_step", 1) == 0
+            for i in layers
+        ),
+        getattr(config, "shared_expert_intermediate_size", 0),
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -69,6 +89,7 @@ def test_a_directory_means_what_transformers_takes_it_for(name):
     assert spec.dtype == "bfloat16" and str(config.dtype) == "torch.bfloat16"
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     assert (spec.rope.kind, spec.rope.theta) == (rope["rope_type"], rope["rope_theta"])
+    assert spec.experts == experts_in_transformers(config)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -85,7 +106,8 @@ def test_missing_keys_have_the_defaults_of_the_config_class(architecture):
     assert spec.bos_id == config.bos_token_id
     assert spec.eos_ids == (() if config.eos_token_id is None else (config.eos_token_id,))
     assert spec.attention_scale == getattr(config, "query_pre_attn_scalar", head_dim) ** -0.5
-    bias = architecture == "Qwen2ForCausalLM"
+    assert spec.experts == experts_in_transformers(config)
+    bias = architecture in ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
     assert (spec.attention_bias, spec.attention_out_bias, spec.mlp_bias) == (bias, False, False)
     if architecture == "Gemma3ForCausalLM":
         assert spec.rope_local == RopeSpec(config.rope_parameters["sliding_attention"]["rope_theta"])
@@ -213,6 +235,15 @@ def test_windows_of_each_family():
     assert spec_of("LlamaForCausalLM", sliding_window=8).windows == (None,) * 4  # no key of Llama's
     assert spec_of("MistralForCausalLM", sliding_window=8).windows == (8,) * 4
     assert spec_of("MistralForCausalLM", sliding_window=None).windows == (None,) * 4
+    assert spec_of("MixtralForCausalLM", sliding_window=8).windows == (8,) * 4
+    assert spec_of("MixtralForCausalLM").windows == (None,) * 4
+    for on, window in {True: 8, False: None}.items():
+        moe = spec_of("Qwen3MoeForCausalLM", sliding_window=8, use_sliding_window=on, max_window_layers=4)
+        assert moe.windows == (window,) * 4
+    assert spec_of("Qwen3MoeForCausalLM", sliding_window=None, use_sliding_window=True).windows == (None,) * 4
+    keys = {"num_key_value_heads": 8, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}
+    assert spec_of("Qwen2MoeForCausalLM", **keys).windows == (8, None, 8, None)
+    assert spec_of("Qwen2MoeForCausalLM", **{**keys, "use_sliding_window": False}).windows == (None,) * 4
     for family in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         window = {"num_key_value_heads": 8, "sliding_window": 8, "max_window_layers": 3}
         assert spec_of(family, **window, use_sliding_window=False).windows == (None,) * 4
@@ -229,6 +260,9 @@ def test_biases_follow_the_config_where_the_family_heeds_it():
     for family, expected in {
         "LlamaForCausalLM": (True, True, True),
         "MistralForCausalLM": (False, False, False),
+        "MixtralForCausalLM": (False, False, False),
+        "Qwen2MoeForCausalLM": (True, False, False),
+        "Qwen3MoeForCausalLM": (True, True, False),
         "Qwen2ForCausalLM": (True, False, False),
         "Qwen3ForCausalLM": (True, True, False),
         "Gemma3ForCausalLM": (True, True, False),
@@ -312,3 +346,35 @@ def test_values_without_sense_name_their_key(architecture, keys, part):
 def test_a_spec_is_plain_data():
     spec = model_spec(open_checkpoint(str(tiny_model("gemma3"))))
     assert json.loads(json.dumps(dataclasses.asdict(spec)))["rope_local"]["theta"] == 10000.0
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_the_number_of_experts_has_two_names(architecture, key):
+    """The families' own, and that which transformers 5 writes."""
+    experts = spec_of(architecture, **{key: 12}, num_experts_per_tok=3).experts
+    assert (experts.num_experts, experts.top_k) == (12, 3)
+
+
+def test_which_layers_are_sparse():
+    keys = {"num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2, "norm_topk_prob": True}
+    experts = spec_of("Qwen3MoeForCausalLM", **keys).experts
+    assert experts.is_sparse == (False, True, False, False, False, True)
+    assert (experts.renormalise, experts.intermediate) == (True, 768)
+    assert spec_of("Qwen3MoeForCausalLM", mlp_only_layers=None).experts.is_sparse == (True,) * 4
+    assert spec_of("LlamaForCausalLM", num_experts=8).experts is None
+
+
+def test_impossible_experts_are_refused():
+    with pytest.raises(ConfigError, match="num_experts_per_tok = 9, there are 8 experts"):
+        spec_of("MixtralForCausalLM", num_experts_per_tok=9)
+    with pytest.raises(ConfigError, match="num_experts = 0, an integer of at least 1"):
+        spec_of("Qwen3MoeForCausalLM", num_experts=0)
+    with pytest.raises(ConfigError, match="mlp_only_layers = 3, a list of layer numbers"):
+        spec_of("Qwen3MoeForCausalLM", mlp_only_layers=3)
+
+
+def test_a_bias_may_have_a_name_of_its_own():
+    keys = {"num_key_value_heads": 8, "attention_bias": True}
+    assert not spec_of("Qwen2MoeForCausalLM", **keys, qkv_bias=False).attention_bias
+    assert spec_of("Qwen2MoeForCausalLM", **keys).attention_bias
