@@ -26,6 +26,7 @@ from benchmarks.report import header, median_and_spread, row
 from pagedray.engine import LLM, GenerationParams
 from pagedray.engine.checkpoint import open_checkpoint
 from pagedray.engine.config import EMBEDDED_MODEL
+from pagedray.engine.layers.slot import Slot
 from pagedray.engine.worker.weights import load_weights
 
 NUM_IN, NUM_OUT = 128, 64
@@ -43,7 +44,7 @@ def transformers_side(dtype: str) -> Iterator[Generate]:
     """transformers' model with the checkpoint's weights."""
     checkpoint = open_checkpoint(EMBEDDED_MODEL)
     model = LlamaForCausalLM(LlamaConfig(**checkpoint.config)).to(getattr(torch, dtype)).eval()
-    slots = {name: weight.data for name, weight in model.named_parameters() if name != "lm_head.weight"}
+    slots = {name: Slot(weight.data) for name, weight in model.named_parameters() if name != "lm_head.weight"}
     load_weights(SimpleNamespace(weight_slots=lambda: slots), checkpoint, torch.device("cpu"))
 
     def generate(prompts: Prompts) -> list[list[int]]:

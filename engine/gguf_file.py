@@ -94,10 +94,16 @@ class GgufFile:
         block, block_bytes = self._format(name)[1:]
         return math.prod(tensor.shape) // block * block_bytes
 
-    def read(self, name: str) -> NDArray[np.float32]:
-        """One tensor, dequantized. Raises: UnsupportedModel for a quantization that gguf can't undo."""
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> NDArray[np.float32]:
+        """One tensor, dequantized.
+
+        Args:
+            index: what is wanted of each dimension, of which no other block is read; empty: all.
+
+        Raises:
+            UnsupportedModel: a quantization that gguf can't undo.
+        """
         import numpy as np
-        from gguf.quants import dequantize
 
         tensor = self.tensors[name]
         kind, block, block_bytes = self._format(name)
@@ -105,6 +111,21 @@ class GgufFile:
         if tensor.offset + num_blocks * block_bytes > self.path.stat().st_size:
             raise ConfigError(f"{self.path} is cut short: it ends within tensor {name}")
         raw: NDArray[np.uint8] = np.memmap(self.path, np.uint8, "r", tensor.offset, (num_blocks, block_bytes))
+        if not index:
+            return self._dequantize(name, raw, kind, block).reshape(tensor.shape)
+        *rows, columns = index
+        first, last = columns.start // block, -(-columns.stop // block)  # blocks lie along the last dimension
+        part = raw.reshape(*tensor.shape[:-1], -1, block_bytes)[(*rows, slice(first, last))]
+        weight = self._dequantize(name, part.reshape(-1, block_bytes), kind, block)
+        weight = weight.reshape(*part.shape[:-2], -1)
+        return weight[..., columns.start - first * block : columns.stop - first * block]
+
+    def _dequantize(self, name: str, raw: NDArray[np.uint8], kind: Any, block: int) -> NDArray[np.float32]:
+        """Blocks of a tensor [N, bytes] → [N, block]."""
+        import numpy as np
+        from gguf.quants import dequantize
+
+        num_blocks = len(raw)
         out = np.empty((num_blocks, block), np.float32)
         row_blocks = _ROW_ELEMENTS // block
         whole = num_blocks // row_blocks * row_blocks  # blocks that fill such rows; what is left makes one short row
@@ -112,11 +133,11 @@ class GgufFile:
         try:
             for first, last in itertools.pairwise(bounds):
                 if first < last:
-                    width = min(row_blocks, last - first) * block_bytes
+                    width = min(row_blocks, last - first) * raw.shape[1]
                     out[first:last] = dequantize(raw[first:last].reshape(-1, width), kind).reshape(-1, block)
         except NotImplementedError as error:
             raise UnsupportedModel(f"{self.path}: tensor {name} has type {kind.name}, which can't be read") from error
-        return out.reshape(tensor.shape)
+        return out
 
     def _format(self, name: str) -> tuple[Any, int, int]:
         """The tensor's type, and a block of it: elements, bytes."""

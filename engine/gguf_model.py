@@ -106,15 +106,14 @@ class GgufModel:
     def num_bytes(self, name: str) -> int:
         return self.file.num_bytes(self.names[name])
 
-    def read(self, name: str) -> NDArray[np.float32]:
-        """One tensor by its Hugging Face name, dequantized to float32."""
-        weight = self.file.read(self.names[name])
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> NDArray[np.float32]:
+        """One tensor by its Hugging Face name, dequantized to float32, or a part of it; of q and k whole heads."""
+        weight = self.file.read(self.names[name], index)
         if self._arch == "gemma3" and name.endswith("norm.weight"):
             return weight - 1
         if self._arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            heads = self.config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             # rows of a head: (pair, half) in the file, (half, pair) in the model
-            paired = weight.reshape(heads, weight.shape[0] // heads // 2, 2, -1)
+            paired = weight.reshape(-1, self.config["head_dim"] // 2, 2, math.prod(weight.shape[1:]))
             return paired.swapaxes(1, 2).reshape(weight.shape)
         return weight
 

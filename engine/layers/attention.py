@@ -7,7 +7,7 @@ from torch import Tensor
 from pagedray.engine.layers.layer import Layer
 from pagedray.engine.layers.norm import HeadNorm
 from pagedray.engine.layers.rotary import Rotation
-from pagedray.engine.models.spec import ModelSpec, layer_groups
+from pagedray.engine.models.spec import ModelSpec, layer_places
 from pagedray.engine.worker.forward_context import current_forward
 
 
@@ -23,11 +23,7 @@ class PagedAttention(Layer):
         self.scale, self.softcap = spec.attention_scale, spec.attention_softcap
         self.norm = norm
         self.is_last = layer == spec.num_layers - 1
-        self.group, self.slot = next(
-            (index, group.layers.index(layer))
-            for index, group in enumerate(layer_groups(spec.windows))
-            if layer in group.layers
-        )
+        self.group, self.slot = layer_places(spec.windows, spec.layers)[layer]
 
     def forward(self, qkv: Tensor, rotation: Rotation) -> Tensor:
         """qkv [T, H + 2K, D] as projected → [T, H * D]; of the last layer, the rows of `wanted`."""

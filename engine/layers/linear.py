@@ -1,27 +1,43 @@
-"""Linear layers, packed once for the CPU's matrix kernels; on a GPU few rows have a kernel of their own."""
+"""Linear layers, packed once for the CPU's matrix kernels; on a GPU few rows have a kernel of their own.
+
+Over the ranks of a tensor-parallel group, column layers (QKVLinear, GatedLinear) split their outputs, and the row layer
+behind them its inputs, whose products the ranks then add up. Source: Shoeybi et al. 2019, arXiv:1909.08053.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from pagedray.engine.layers.layer import Layer
+from pagedray.engine.layers.share import Share, all_of, even_share, head_shares, none_of
+from pagedray.engine.layers.slot import Slot
 from pagedray.engine.models.spec import Activation
 from pagedray.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from pagedray.kernels.small_linear import small_gated_linear, small_linear
+
+if TYPE_CHECKING:
+    from pagedray.engine.worker.parallel import Group
 
 _GATES = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 _WIDE = 16  # outputs per input: those of a head
 
 
 class Linear(Layer):
-    """y = x W^T + b. Several projections of one input may be stacked: their rows lie one after the other."""
+    """y = x W^T + b. Several projections of one input may be stacked: their rows lie one after the other.
 
-    def __init__(self, num_in: int, *num_out: int, bias: bool = False):
+    Args:
+        num_in, num_out: sizes, or what this rank has of them.
+    """
+
+    def __init__(self, num_in: int | Share, *num_out: int | Share, bias: bool = False):
         super().__init__()
-        self.num_out = num_out
-        self.weight: Tensor | None = nn.Parameter(torch.empty(sum(num_out), num_in), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(sum(num_out)), requires_grad=False) if bias else None
+        self.input, *self.outputs = (all_of(size) if isinstance(size, int) else size for size in (num_in, *num_out))
+        rows = sum(share.size for share in self.outputs)
+        self.weight: Tensor | None = nn.Parameter(torch.empty(rows, self.input.size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self.packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,14 +47,15 @@ class Linear(Layer):
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y
 
-    def slots(self, *names: str) -> dict[str, Tensor]:
+    def slots(self, *names: str) -> dict[str, Slot]:
         """Checkpoint names of each projection's weight and bias → where to put them."""
         assert self.weight is not None, "the weight was packed already"
-        found: dict[str, Tensor] = {}
-        for suffix, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is not None:
-                views = tensor.data.split(self.num_out)
-                found |= {f"{name}.{suffix}": view for name, view in zip(names, views, strict=True)}
+        sizes = [share.size for share in self.outputs]
+        weights = zip(names, self.weight.data.split(sizes), self.outputs, strict=True)
+        found = {f"{name}.weight": Slot(rows, share, self.input) for name, rows, share in weights}
+        if self.bias is not None:
+            biases = zip(names, self.bias.data.split(sizes), self.outputs, strict=True)
+            found |= {f"{name}.bias": Slot(part, share) for name, part, share in biases}
         return found
 
     def finish_loading(self) -> None:
@@ -53,11 +70,32 @@ class Linear(Layer):
         return [matrix for matrix in (self.weight, self.packed) if matrix is not None]
 
 
-class GatedLinear(Linear):
-    """act(x G^T) * (x U^T), two stacked projections."""
+class RowLinear(Linear):
+    """A linear layer whose inputs are split over ranks; every rank gets the sum. The first rank adds the bias."""
 
-    def __init__(self, num_in: int, num_out: int, activation: Activation, bias: bool = False):
-        super().__init__(num_in, num_out, num_out, bias=bias)
+    def __init__(self, num_in: int, num_out: int, tp: Group, bias: bool = False):
+        share = even_share(num_in, tp.rank, tp.size, "input of a row layer")
+        super().__init__(share, num_out, bias=bias and tp.rank == 0)
+        self.tp, self.has_bias = tp, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.tp.size == 1 else self.tp.all_reduce(y)
+
+    def slots(self, *names: str) -> dict[str, Slot]:
+        found = super().slots(*names)
+        if self.has_bias and self.bias is None:
+            assert self.weight is not None
+            found |= {f"{name}.bias": Slot(self.weight.new_empty(0), none_of(len(self.weight))) for name in names}
+        return found
+
+
+class GatedLinear(Linear):
+    """act(x G^T) * (x U^T), two stacked projections, each split over ranks."""
+
+    def __init__(self, num_in: int, num_out: int, activation: Activation, tp: Group, bias: bool = False):
+        share = even_share(num_out, tp.rank, tp.size, "intermediate size")
+        super().__init__(num_in, share, share, bias=bias)
         self.activation = activation
         self.packed_up: Tensor | None = None
 
@@ -85,11 +123,20 @@ class GatedLinear(Linear):
 
 
 class QKVLinear(Linear):
-    """The three inputs of attention in one product: [T, hidden] → [T, H + 2K, D]."""
+    """The three inputs of attention in one product: [T, hidden] → [T, H + 2K, D].
 
-    def __init__(self, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool = False):
-        super().__init__(hidden, *(n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads)), bias=bias)
-        self.shape = (-1, num_heads + 2 * num_kv_heads, head_dim)
+    Args:
+        num_heads, num_kv_heads: of all ranks.
+
+    Attributes:
+        heads: query heads and key-value heads of this rank, H and K.
+    """
+
+    def __init__(self, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, tp: Group, bias: bool = False):
+        q, kv = head_shares(num_heads, num_kv_heads, tp.rank, tp.size)
+        super().__init__(hidden, *(share.times(head_dim) for share in (q, kv, kv)), bias=bias)
+        self.heads = q.size, kv.size
+        self.shape = (-1, q.size + 2 * kv.size, head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).view(self.shape)
@@ -107,7 +154,7 @@ def should_pack(weight: Tensor) -> bool:
     """In float32 only the head: of packed layers, the narrow ones can be half as fast for one row as they are unpacked,
     and are no faster for many."""
     is_wide = weight.shape[0] >= _WIDE * weight.shape[1]
-    return can_pack(weight) and (is_wide or weight.dtype != torch.float32)
+    return weight.numel() > 0 and can_pack(weight) and (is_wide or weight.dtype != torch.float32)
 
 
 def pack(weight: Tensor) -> Tensor:

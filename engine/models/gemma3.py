@@ -4,29 +4,30 @@ GELU; most layers see a sliding window and have a rotary base of their own. Sour
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pagedray.engine.layers.attention import PagedAttention
 from pagedray.engine.layers.embedding import Embedding, Head
 from pagedray.engine.layers.layer import Block, Layer, Stack
-from pagedray.engine.layers.linear import Linear, QKVLinear
+from pagedray.engine.layers.linear import QKVLinear, RowLinear
 from pagedray.engine.layers.loading import finish_loading
 from pagedray.engine.layers.mlp import GatedMLP
-from pagedray.engine.layers.norm import HeadNorm, RMSNorm
+from pagedray.engine.layers.norm import FinalNorm, HeadNorm, RMSNorm
 from pagedray.engine.layers.rotary import Rotary, Rotation
+from pagedray.engine.layers.slot import Slot
 from pagedray.engine.models.registry import register_model
 from pagedray.engine.models.spec import ModelSpec
+from pagedray.engine.worker.parallel import Group, Parallel
 
 
 class Gemma3Attention(Layer):
-    def __init__(self, spec: ModelSpec, layer: int):
+    def __init__(self, spec: ModelSpec, layer: int, tp: Group):
         super().__init__()
         heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.qkv = QKVLinear(spec.hidden, *heads, spec.attention_bias)
-        self.qk_norm = HeadNorm(*heads, spec.norm_eps, zero_centred=True)
+        self.qkv = QKVLinear(spec.hidden, *heads, tp, spec.attention_bias)
+        self.qk_norm = HeadNorm(*self.qkv.heads, spec.head_dim, spec.norm_eps, zero_centred=True)
         self.attn = PagedAttention(layer, spec, self.qk_norm)
-        self.out = Linear(spec.num_heads * spec.head_dim, spec.hidden, bias=spec.attention_out_bias)
+        self.out = RowLinear(spec.num_heads * spec.head_dim, spec.hidden, tp, spec.attention_out_bias)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:  # x [T, hidden]
         qkv = self.qkv(x)  # [T, H + 2K, D]
@@ -35,14 +36,14 @@ class Gemma3Attention(Layer):
 
 
 class Gemma3Block(Block):
-    def __init__(self, spec: ModelSpec, layer: int):
+    def __init__(self, spec: ModelSpec, layer: int, tp: Group):
         super().__init__()
         self.is_local = spec.windows[layer] is not None
         self.attn_norm, self.after_attn_norm, self.mlp_norm, self.after_mlp_norm = (
             RMSNorm(spec.hidden, spec.norm_eps, zero_centred=True) for _ in range(4)
         )
-        self.attn = Gemma3Attention(spec, layer)
-        self.mlp = GatedMLP(spec)
+        self.attn = Gemma3Attention(spec, layer, tp)
+        self.mlp = GatedMLP(spec, tp)
 
     def forward(self, x: Tensor, residual: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """x: what the block before leaves to add to the residual, which is updated in place."""
@@ -53,18 +54,18 @@ class Gemma3Block(Block):
 
 @register_model("Gemma3ForCausalLM")
 class Gemma3ForCausalLM(Layer):
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, parallel: Parallel):
         super().__init__()
-        self.embed = Embedding(spec)
+        tp, self.layers = parallel.tp, spec.layers
+        self.embed = Embedding(spec, tp)
         self.rotary = Rotary(spec.rope, spec.head_dim, spec.max_context)
         self.rotary_local = Rotary(spec.rope_local or spec.rope, spec.head_dim, spec.max_context)
-        self.blocks: Stack[Gemma3Block] = Stack(Gemma3Block(spec, layer) for layer in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden, spec.norm_eps, zero_centred=True)
-        self.head = Head(spec, self.embed)
+        self.blocks: Stack[Gemma3Block] = Stack(Gemma3Block(spec, layer, tp) for layer in spec.layers)
+        self.norm = FinalNorm(spec, zero_centred=True)
+        self.head = Head(spec, self.embed, tp)
 
-    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        x = self.embed(token_ids)
-        residual = torch.zeros_like(x)
+    def forward(self, inputs: Tensor, positions: Tensor) -> Tensor:  # inputs [T] token ids, or of the stage before
+        x, residual = self.embed(inputs)
         rotation, rotation_local = self.rotary(positions), self.rotary_local(positions)
         for block in self.blocks:
             x, residual = block(x, residual, rotation_local if block.is_local else rotation)
@@ -73,9 +74,9 @@ class Gemma3ForCausalLM(Layer):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
 
-    def weight_slots(self) -> dict[str, Tensor]:
+    def weight_slots(self) -> dict[str, Slot]:
         slots = self.embed.slots("model.embed_tokens") | self.norm.slots("model.norm") | self.head.slots("lm_head")
-        for i, block in enumerate(self.blocks):
+        for i, block in zip(self.layers, self.blocks, strict=True):
             layer = f"model.layers.{i}"
             slots |= block.attn_norm.slots(f"{layer}.input_layernorm")
             slots |= block.attn.qkv.slots(*(f"{layer}.self_attn.{p}_proj" for p in "qkv"))

@@ -5,27 +5,29 @@ Source: arXiv:2302.13971 (Llama), arXiv:2407.21783 (Llama 3), arXiv:2310.06825 (
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pagedray.engine.layers.attention import PagedAttention
 from pagedray.engine.layers.embedding import Embedding, Head
 from pagedray.engine.layers.layer import Block, Layer, Stack
-from pagedray.engine.layers.linear import Linear, QKVLinear
+from pagedray.engine.layers.linear import QKVLinear, RowLinear
 from pagedray.engine.layers.loading import finish_loading
 from pagedray.engine.layers.mlp import GatedMLP
-from pagedray.engine.layers.norm import RMSNorm
+from pagedray.engine.layers.norm import FinalNorm, RMSNorm
 from pagedray.engine.layers.rotary import Rotary, Rotation
+from pagedray.engine.layers.slot import Slot
 from pagedray.engine.models.registry import register_model
 from pagedray.engine.models.spec import ModelSpec
+from pagedray.engine.worker.parallel import Group, Parallel
 
 
 class LlamaAttention(Layer):
-    def __init__(self, spec: ModelSpec, layer: int):
+    def __init__(self, spec: ModelSpec, layer: int, tp: Group):
         super().__init__()
-        self.qkv = QKVLinear(spec.hidden, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_bias)
+        heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.qkv = QKVLinear(spec.hidden, *heads, tp, spec.attention_bias)
         self.attn = PagedAttention(layer, spec)
-        self.out = Linear(spec.num_heads * spec.head_dim, spec.hidden, bias=spec.attention_out_bias)
+        self.out = RowLinear(spec.num_heads * spec.head_dim, spec.hidden, tp, spec.attention_out_bias)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:  # x [T, hidden]
         qkv = self.qkv(x)  # [T, H + 2K, D]
@@ -34,12 +36,12 @@ class LlamaAttention(Layer):
 
 
 class LlamaBlock(Block):
-    def __init__(self, spec: ModelSpec, layer: int):
+    def __init__(self, spec: ModelSpec, layer: int, tp: Group):
         super().__init__()
         self.attn_norm = RMSNorm(spec.hidden, spec.norm_eps)
-        self.attn = LlamaAttention(spec, layer)
+        self.attn = LlamaAttention(spec, layer, tp)
         self.mlp_norm = RMSNorm(spec.hidden, spec.norm_eps)
-        self.mlp = GatedMLP(spec)
+        self.mlp = GatedMLP(spec, tp)
 
     def forward(self, x: Tensor, residual: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """x: what the block before leaves to add to the residual, which is updated in place."""
@@ -50,17 +52,17 @@ class LlamaBlock(Block):
 
 @register_model("LlamaForCausalLM", "MistralForCausalLM")
 class LlamaForCausalLM(Layer):
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, parallel: Parallel):
         super().__init__()
-        self.embed = Embedding(spec)
+        tp, self.layers = parallel.tp, spec.layers
+        self.embed = Embedding(spec, tp)
         self.rotary = Rotary(spec.rope, spec.head_dim, spec.max_context)
-        self.blocks: Stack[LlamaBlock] = Stack(LlamaBlock(spec, layer) for layer in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden, spec.norm_eps)
-        self.head = Head(spec, self.embed)
+        self.blocks: Stack[LlamaBlock] = Stack(LlamaBlock(spec, layer, tp) for layer in spec.layers)
+        self.norm = FinalNorm(spec)
+        self.head = Head(spec, self.embed, tp)
 
-    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        x = self.embed(token_ids)
-        residual = torch.zeros_like(x)
+    def forward(self, inputs: Tensor, positions: Tensor) -> Tensor:  # inputs [T] token ids, or of the stage before
+        x, residual = self.embed(inputs)
         rotation = self.rotary(positions)
         for block in self.blocks:
             x, residual = block(x, residual, rotation)
@@ -69,9 +71,9 @@ class LlamaForCausalLM(Layer):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
 
-    def weight_slots(self) -> dict[str, Tensor]:
+    def weight_slots(self) -> dict[str, Slot]:
         slots = self.embed.slots("model.embed_tokens") | self.norm.slots("model.norm") | self.head.slots("lm_head")
-        for i, block in enumerate(self.blocks):
+        for i, block in zip(self.layers, self.blocks, strict=True):
             layer = f"model.layers.{i}"
             slots |= block.attn_norm.slots(f"{layer}.input_layernorm")
             slots |= block.attn.qkv.slots(*(f"{layer}.self_attn.{p}_proj" for p in "qkv"))

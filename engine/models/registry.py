@@ -12,20 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from pagedray.engine.errors import UnsupportedModel
+from pagedray.engine.layers.slot import Slot
 from pagedray.engine.models.spec import ModelSpec
+from pagedray.engine.worker.parallel import ALONE, Parallel
 
 
 class Model(Protocol):
     """What the worker asks of a model; every one is an nn.Module too."""
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """[T] int64, [T] int64 → hidden states [T, hidden]."""
+    def __call__(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """Token ids [T] int64, positions [T] int64 → hidden states [T, hidden].
+
+        Between the stages of a pipeline: what a block leaves and the residual, [2, T, hidden], instead of either.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] → [S, V]."""
+        """[S, hidden] → [S, V]; of the last stage alone."""
 
-    def weight_slots(self) -> dict[str, Tensor]:
-        """Tensor name in the checkpoint → where to put it, maybe rows of a stacked parameter."""
+    def weight_slots(self) -> dict[str, Slot]:
+        """Tensor name in the checkpoint → where to put it, or this rank's part of it. Without other stages' layers."""
 
     def finish_loading(self) -> None:
         """Called once, when all slots are filled."""
@@ -45,7 +50,7 @@ def register_model(*architectures: str) -> Callable[[C], C]:
     return register
 
 
-def get_model_class(architecture: str) -> Callable[[ModelSpec], Model]:
+def get_model_class(architecture: str) -> Callable[[ModelSpec, Parallel], Model]:
     """The class for a checkpoint's architecture.
 
     Raises:
@@ -61,14 +66,21 @@ def get_model_class(architecture: str) -> Callable[[ModelSpec], Model]:
     return _classes[architecture]
 
 
-def build_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Model:
-    """The model with uninitialized weights of this type, on this device."""
+def build_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, parallel: Parallel = ALONE) -> Model:
+    """This rank's part of the model with uninitialized weights of this type, on this device.
+
+    Args:
+        spec: of its stage, see `stage_spec`.
+
+    Raises:
+        ConfigError: the model can't be split over so many ranks.
+    """
     cls = get_model_class(spec.architecture)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = cls(spec)
+            model = cls(spec, parallel)
     finally:
         torch.set_default_dtype(before)
     assert isinstance(model, nn.Module)

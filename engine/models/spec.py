@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from pagedray.engine.layers.share import local_heads
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -22,6 +24,18 @@ class RopeSpec:
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
     partial: float = 1.0  # share of head_dim that is rotated
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertSpec:
+    """Mixture of experts."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    intermediate: int  # of one expert
+    renormalise: bool  # whether the weights of a token's experts sum to 1
+    is_sparse: tuple[bool, ...]  # per layer: experts, or one feed-forward layer as in dense models
+    shared_intermediate: int = 0  # of the expert that every token goes through; 0: there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +65,26 @@ class ModelSpec:
     bos_id: int | None
     eos_ids: tuple[int, ...]
     dtype: str  # the checkpoint's: "float32", "bfloat16", "float16"
+    experts: ExpertSpec | None = None
+    stage: tuple[int, int] | None = None  # of a pipeline: its first layer, and the next stage's; None: all layers
+
+    @property
+    def layers(self) -> range:
+        """Those of this stage, numbered over the whole model."""
+        return range(*(self.stage or (0, self.num_layers)))
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.layers.stop == self.num_layers
+
+    def of_one_rank(self, num_ranks: int) -> ModelSpec:
+        """With the heads that one of so many tensor-parallel ranks has. Raises: ConfigError when they don't divide."""
+        heads, kv_heads = local_heads(self.num_heads, self.num_kv_heads, num_ranks)
+        return dataclasses.replace(self, num_heads=heads, num_kv_heads=kv_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,3 +105,25 @@ def layer_groups(windows: tuple[int | None, ...]) -> tuple[LayerGroup, ...]:
     members = {t: [i for i, w in enumerate(windows) if w == t] for t in types}
     size = min(len(layers) for layers in members.values())
     return tuple(LayerGroup(t, tuple(members[t][i : i + size])) for t in types for i in range(0, len(members[t]), size))
+
+
+def layer_places(windows: tuple[int | None, ...], layers: range) -> dict[int, tuple[int, int]]:
+    """Block group, and slot of its pages, of each of a stage's layers.
+
+    Groups are those of the whole model, since every stage reads the same block tables. The layers of one attention type
+    are dealt to that type's groups anew, so that a stage's pages have no slot more than its layers need; for all layers
+    this is `layer_groups`.
+    """
+    groups: dict[int | None, list[int]] = {}
+    for index, group in enumerate(layer_groups(windows)):
+        groups.setdefault(group.window, []).append(index)
+    members = {window: [layer for layer in layers if windows[layer] == window] for window in groups}
+    size = max(-(-len(members[window]) // len(indices)) for window, indices in groups.items())
+    return {
+        layer: (groups[window][i // size], i % size) for window in groups for i, layer in enumerate(members[window])
+    }
+
+
+def num_page_slots(spec: ModelSpec) -> int:
+    """Layers of this stage that a block holds keys and values of."""
+    return 1 + max(slot for _, slot in layer_places(spec.windows, spec.layers).values())

@@ -9,13 +9,16 @@ import torch
 from pagedray.engine.config import Config
 from pagedray.engine.models.registry import Model
 from pagedray.engine.models.spec import ModelSpec, layer_groups
+from pagedray.engine.worker.attention.cpu_backend import CpuAttention
 from pagedray.engine.worker.attention.flashinfer_backend import FlashInferAttention
 from pagedray.engine.worker.attention.torch_backend import TorchAttention
 from pagedray.engine.worker.attention.triton_backend import TritonAttention
 from pagedray.engine.worker.device import free_for_cache
 from pagedray.engine.worker.kv_cache import CacheSize, KVCache, page_bytes, size_cache
+from pagedray.engine.worker.parallel import ALONE, Parallel
 from pagedray.engine.worker.row_state import RowState
 from pagedray.engine.worker.runner import ModelRunner
+from pagedray.engine.worker.stage import OnlyStage, PipelineStage
 from pagedray.engine.worker.warm_up import MadeUpSteps
 
 KV_SCALE = 1.0  # of fp8 keys and values: theirs lie far within e4m3's range of +-448
@@ -24,15 +27,16 @@ KV_SCALE = 1.0  # of fp8 keys and values: theirs lie far within e4m3's range of 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
     model: Model
-    spec: ModelSpec
+    spec: ModelSpec  # of this rank: its stage's layers, its share of the heads
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype  # of keys and values as they are stored
     backend: str
     config: Config
+    parallel: Parallel = ALONE
 
     def size(self) -> CacheSize:
-        """Of the KV cache; on a GPU measured, which computes made-up steps.
+        """Of the KV cache, the same on all ranks; on a GPU measured, which computes made-up steps.
 
         Raises:
             ConfigError: memory and settings don't go together.
@@ -40,10 +44,10 @@ class Assembly:
         config = self.config
         settings = self.kv_dtype, config.cache, config.scheduler, config.model.max_model_len
         if self.device.type == "cpu":
-            return size_cache(self.spec, *settings)
+            return size_cache(self.spec, *settings, least=self.parallel.minimum)
         if config.cache.num_kv_blocks or config.cache.kv_cache_memory_bytes:
             self._run_widest_steps()  # finds out whether a step has room too
-            return size_cache(self.spec, *settings)
+            return size_cache(self.spec, *settings, least=self.parallel.minimum)
         return size_cache(
             self.spec,
             *settings,
@@ -53,6 +57,7 @@ class Assembly:
                 self._run_widest_steps,
                 will_capture=any(self.graph_sizes()),
             ),
+            self.parallel.minimum,
         )
 
     def runner(self, size: CacheSize) -> ModelRunner:
@@ -60,7 +65,10 @@ class Assembly:
         cache = KVCache(self.spec, size.num_blocks, config.cache.block_size, self.kv_dtype, self.device)
         max_blocks = -(-size.max_model_len // cache.block_size)
         rows = RowState(config.scheduler.max_num_seqs, len(cache.windows), max_blocks, self.device)
-        return ModelRunner(self.model, cache, rows, self._attention(cache, rows), self.spec.vocab_size)
+        stage = OnlyStage()
+        if self.parallel.pp.size > 1:
+            stage = PipelineStage(self.parallel, rows.last_token, self.spec.hidden, self.dtype)
+        return ModelRunner(self.model, cache, rows, self._attention(cache, rows), self.spec.vocab_size, stage)
 
     def made_up_steps(self, size: CacheSize) -> MadeUpSteps:
         scheduler = self.config.scheduler
@@ -82,7 +90,11 @@ class Assembly:
             _up_to(scheduler.max_num_batched_tokens, worker.cuda_graph_token_sizes),
         )
 
-    def _attention(self, cache: KVCache, rows: RowState) -> TorchAttention | TritonAttention | FlashInferAttention:
+    def _attention(
+        self, cache: KVCache, rows: RowState
+    ) -> CpuAttention | TorchAttention | TritonAttention | FlashInferAttention:
+        if self.backend == "cpu":
+            return CpuAttention(cache, rows, self.spec.num_heads)
         if self.backend == "torch":
             return TorchAttention(cache, rows)
         if self.backend == "flashinfer":
@@ -99,6 +111,7 @@ class Assembly:
         runner = self.runner(size)
         for out in self.made_up_steps(size).widest():
             runner.run(out).wait()
+        runner.stage.catch_up()
 
 
 def _up_to(most: int, sizes: tuple[int, ...]) -> tuple[int, ...]:

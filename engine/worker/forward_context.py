@@ -19,6 +19,7 @@ class ForwardContext:
     pages: Sequence[Tensor]  # per slot of a page: [num_blocks, 2, K, block_size, D]
     plans: Sequence[AttentionPlan]  # per block group
     wanted: Tensor | None = None  # tokens that go on behind the last attention; None: all
+    padded_slots: Tensor | None = None  # [T] int64: those in block 0 belong to padding; None: no token does
 
 
 # A context variable and not a global: several workers may run in threads of one process.

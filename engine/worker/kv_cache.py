@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 
 from pagedray.engine.block_pool import capacity_tokens, peak_blocks
 from pagedray.engine.config import CacheConfig, SchedulerConfig
 from pagedray.engine.errors import ConfigError
-from pagedray.engine.models.spec import ModelSpec, layer_groups
+from pagedray.engine.models.spec import ModelSpec, layer_groups, num_page_slots
 
 CPU_MEMORY_BYTES = 2**30
 
@@ -30,20 +31,23 @@ class CacheSize:
 class KVCache:
     """One pool of equal pages for all block groups: slot i of a page belongs to the i-th layer of each group.
 
+    Args:
+        spec: with the heads and layers of this rank.
+
     Attributes:
         pages: per slot [num_blocks + 1, 2, K, block_size, D]; block 0 is the null page. Zeros at first, since a masked
             position's value is multiplied by 0 and must be a number.
     """
 
     def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
-        groups = layer_groups(spec.windows)
-        self.windows = tuple(group.window for group in groups)
+        num_slots = num_page_slots(spec)
+        self.windows = tuple(group.window for group in layer_groups(spec.windows))
         self.block_size = block_size
         shape = (num_blocks + 1, 2, spec.num_kv_heads, block_size, spec.head_dim)
         try:
-            self.pages = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in groups[0].layers)
+            self.pages = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_slots))
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            gib = len(groups[0].layers) * math.prod(shape) * dtype.itemsize / 2**30
+            gib = num_slots * math.prod(shape) * dtype.itemsize / 2**30
             raise ConfigError(
                 f"the KV cache needs {gib:.1f} GiB for {num_blocks} blocks, which can't be had; "
                 "lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
@@ -51,8 +55,7 @@ class KVCache:
 
 
 def page_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    num_slots = len(layer_groups(spec.windows)[0].layers)
-    return num_slots * 2 * spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize
+    return num_page_slots(spec) * 2 * spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize
 
 
 def size_cache(
@@ -62,13 +65,16 @@ def size_cache(
     scheduler: SchedulerConfig,
     max_model_len: int | None,
     free_bytes: int = CPU_MEMORY_BYTES,
+    least: Callable[[int], int] = lambda num: num,
 ) -> CacheSize:
     """Blocks and longest sequence that fit the settings and each other.
 
     Args:
+        spec: with the heads and layers of this rank.
         dtype: of keys and values as they are stored.
         max_model_len: as configured; None: what model and cache allow.
         free_bytes: what the cache may take where the settings don't say.
+        least: of all ranks' values: a block has a page on each of them.
 
     Raises:
         ConfigError: max_model_len exceeds the model's context or what the cache can hold.
@@ -80,7 +86,7 @@ def size_cache(
     chunk = min(scheduler.prefill_chunk_tokens or scheduler.max_num_batched_tokens, scheduler.max_num_batched_tokens)
     size = page_bytes(spec, cache.block_size, dtype)
     memory_bytes = cache.kv_cache_memory_bytes or free_bytes
-    num_blocks = cache.num_kv_blocks or memory_bytes // size - 1
+    num_blocks = least(cache.num_kv_blocks or memory_bytes // size - 1)
 
     def capacity(limit: int) -> int:
         return capacity_tokens(num_blocks, cache.block_size, windows, chunk, limit)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagedray.engine.messages import PromptLogprobs, RunnerOutput, SchedulerOutput, TokenLogprobs
 from pagedray.engine.models.registry import Model
+from pagedray.engine.worker.attention.cpu_backend import CpuAttention
 from pagedray.engine.worker.attention.flashinfer_backend import FlashInferAttention
 from pagedray.engine.worker.attention.torch_backend import TorchAttention
 from pagedray.engine.worker.attention.triton_backend import TritonAttention
@@ -20,7 +21,9 @@ from pagedray.engine.worker.host_copies import HostCopies
 from pagedray.engine.worker.kv_cache import KVCache
 from pagedray.engine.worker.row_state import RowState
 from pagedray.engine.worker.sampler import SampledTokens, Sampler, SamplingState, ScoredTokens, score_tokens
+from pagedray.engine.worker.stage import OnlyStage
 from pagedray.engine.worker.step_plan import PromptSpan, StepPlan
+from pagedray.engine.worker.step_slots import HostTokens
 from pagedray.engine.worker.upload import upload
 
 _PROMPT_LOGITS_ROWS = 128  # of a long prompt at once: logits are as wide as the vocabulary
@@ -32,6 +35,7 @@ class ModelRunner:
     Args:
         rows: what outlives steps, by row.
         attention: plans and computes attention; of the same rows and cache.
+        stage: exchanges with the other stages of a pipeline; None: there are none.
     """
 
     def __init__(
@@ -39,11 +43,13 @@ class ModelRunner:
         model: Model,
         cache: KVCache,
         rows: RowState,
-        attention: TorchAttention | TritonAttention | FlashInferAttention,
+        attention: CpuAttention | TorchAttention | TritonAttention | FlashInferAttention,
         vocab_size: int,
+        stage: OnlyStage | None = None,
     ):
         self.model, self.cache, self.rows, self.attention = model, cache, rows, attention
         self.device = rows.last_token.device
+        self.stage = stage or OnlyStage()
         is_gpu = self.device.type == "cuda"
         self.sampling = (GpuSamplingState if is_gpu else SamplingState)(rows.num_rows, vocab_size, self.device)
         self.sampler = (GpuSampler if is_gpu else Sampler)(self.sampling)
@@ -54,34 +60,53 @@ class ModelRunner:
     def capture(self, num_seqs: tuple[int, ...], num_tokens: tuple[int, ...] = ()) -> None:
         """Capture steps of these sizes, see `StepGraphs`; later steps that fit one are replays."""
         assert isinstance(self.attention, TritonAttention), f"{self.attention.name} can't be captured"
-        self._graphs = StepGraphs(self.model, self.attention, self.cache.pages, num_seqs, num_tokens)
+        assert isinstance(self.sampling, GpuSamplingState)
+        self.stage.catch_up()
+        parts = self.model, self.attention, self.cache.pages, self.sampling, self.rows.last_token, self.stage
+        self._graphs = StepGraphs(*parts, num_seqs, num_tokens)
 
     @torch.inference_mode()
     def run(self, out: SchedulerOutput) -> PendingOutput:
         """Queue one step on the device. Steps must come in order."""
         self.rows.apply(out)
-        for row in out.freed_rows:
-            self.sampling.free(row)
-        for seq in out.added:
-            self.sampling.add(seq)
+        if self.stage.is_last:
+            for row in out.freed_rows:
+                self.sampling.free(row)
+            for seq in out.added:
+                self.sampling.add(seq)
         if not out.scheduled:
             return PendingOutput(out, HostCopies(None), (), None, {})
         step = StepPlan.of(self.rows, out, by_length=self.attention.wants_by_length)
+        self.stage.begin(out.step, step)
         graph = self._graphs.pick(step) if self._graphs else None
-        hidden = self._forward(step) if graph is None else graph.replay(step)
+        if graph is not None and graph.can_sample(step):
+            host_tokens = graph.sample(step)
+            self.stage.send_ids(step)
+            return PendingOutput(out, HostCopies(None), step.sampled, host_tokens, {})
+        hidden = self._forward(step) if graph is None else graph.forward(step)
+        if not self.stage.is_last:
+            self.stage.give(hidden, step)
+            return PendingOutput(out, HostCopies(None), (), None, {})
         last = hidden[upload(step.sampling_tokens, self.device)] if step.prompt_spans else hidden
         tokens = self._sample(self.model.logits(last), step) if step.sampled else None
         prompts = {span.index: self._score_prompt(hidden, span) for span in step.prompt_spans}
         copies = HostCopies(self._copy_stream)
         tokens = None if tokens is None else tokens.to_host(copies.add)
         prompts = {index: scores.to_host(copies.add) for index, scores in prompts.items()}
-        return PendingOutput(out, copies.finish(), step.sampled, tokens, prompts)
+        copies.finish()
+        self.stage.send_ids(step)  # behind the copies, which don't wait for the stage that takes them
+        return PendingOutput(out, copies, step.sampled, tokens, prompts)
 
     def _forward(self, step: StepPlan) -> Tensor:
-        """Hidden states [T, hidden], or of the step's wanted tokens alone."""
+        """Hidden states [T, hidden], or of the step's wanted tokens alone; what the next stage begins with."""
         batch = self.attention.gather(step)
+        inputs = self.stage.empty_inputs(step.num_tokens)
+        if inputs is None:
+            inputs = batch.token_ids
+        else:
+            self.stage.receive(inputs)
         with forward_context(ForwardContext(self.cache.pages, batch.plans, batch.wanted)):
-            hidden: Tensor = self.model(batch.token_ids, batch.positions)
+            hidden: Tensor = self.model(inputs, batch.positions)
         return hidden
 
     def _sample(self, logits: Tensor, step: StepPlan) -> SampledTokens:  # logits [S, V]
@@ -121,7 +146,7 @@ class PendingOutput:
         out: SchedulerOutput,
         copies: HostCopies,
         sampled: tuple[int, ...],
-        tokens: SampledTokens | None,
+        tokens: SampledTokens | HostTokens | None,
         prompts: dict[int, PromptScores],
     ):
         self._out, self._copies = out, copies
@@ -138,14 +163,17 @@ class PendingOutput:
     def _message(self) -> RunnerOutput:
         token_ids = [-1] * len(self._out.scheduled)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        scored: dict[int, TokenLogprobs] = {}
         if self._tokens is not None:
             sampled, scored = self._tokens.to_messages()
-            for i, (index, token_id) in enumerate(zip(self._sampled, sampled, strict=True)):
-                token_ids[index], logprobs[index] = token_id, scored.get(i)
+            for index, token_id in zip(self._sampled, sampled, strict=True):
+                token_ids[index] = token_id
+            for i, entry in scored.items():
+                logprobs[self._sampled[i]] = entry
         prompts = {index: scores.to_message() for index, scores in self._prompts.items()}
         return RunnerOutput(
             step=self._out.step,
             token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs) if any(entry is not None for entry in logprobs) else (),
+            logprobs=tuple(logprobs) if scored else (),
             prompt_logprobs=tuple(map(prompts.get, range(len(token_ids)))) if prompts else (),
         )

@@ -151,6 +151,33 @@ def test_tensors_dequantize_as_the_gguf_library_does_it(tmp_path, kind, shape):
     np.testing.assert_array_equal(file.read("first"), np.arange(5, dtype=np.float32))
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+def test_a_part_of_a_tensor_reads_as_the_whole_does_there(tmp_path, kind):
+    kind = gguf.GGMLQuantizationType[kind]
+    values = np.random.default_rng(0).standard_normal((65, 96), np.float32)
+    data = gguf.quants.quantize(values, kind)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_tensor("t", data, raw_shape=data.shape, raw_dtype=kind)
+    _finish(writer)
+    file = GgufFile(tmp_path / "x.gguf")
+    whole = file.read("t")
+    for index in (np.s_[0:65, 0:96], np.s_[13:40, 0:96], np.s_[64:65, 0:96], np.s_[0:65, 32:64], np.s_[3:9, 40:50]):
+        np.testing.assert_array_equal(file.read("t", index), whole[index])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "gemma3"])
+def test_a_part_of_whole_heads_is_that_of_the_directory(tmp_path, name):
+    """The rows of llama's q and k lie in another order in the file, within each head."""
+    write_gguf(name, tmp_path / "x.gguf")
+    model = open_checkpoint(str(tmp_path)).gguf
+    head_dim = model.config["head_dim"]
+    for tensor in (n for n in model.names if ".layers.1.self_attn." in n and "norm" not in n and "o_proj" not in n):
+        whole = model.read(tensor)
+        rows = slice(head_dim, 2 * head_dim)
+        index = (rows, *(slice(0, size) for size in whole.shape[1:]))
+        np.testing.assert_array_equal(model.read(tensor, index), whole[rows])
+
+
 def test_files_that_are_no_gguf_or_cut_short(tmp_path):
     path = tmp_path / "x.gguf"
     write_gguf("qwen2", path)

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from pagedray.engine.layers.linear import GatedLinear, Linear, QKVLinear, can_pack, should_pack
+from pagedray.engine.worker.parallel import ALONE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -10,7 +11,7 @@ def test_packing_changes_nothing_but_the_layout(dtype: torch.dtype, bias: bool) 
     generator = torch.Generator().manual_seed(1)
     layer = Linear(24, 300, 100, bias=bias).to(dtype)
     for i, slot in enumerate(layer.slots("a", "b").values()):
-        slot.copy_(torch.randn(slot.shape, generator=generator) + i)
+        slot.tensor.copy_(torch.randn(slot.shape, generator=generator) + i)
     assert layer.weight is not None
     is_packed = can_pack(layer.weight)
     x = torch.randn(5, 24, generator=generator).to(dtype)
@@ -25,9 +26,9 @@ def test_packing_changes_nothing_but_the_layout(dtype: torch.dtype, bias: bool) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_packed_gate_equals_separate_passes(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    layer = GatedLinear(16, 160, "silu").to(dtype)
+    layer = GatedLinear(16, 160, "silu", ALONE.tp).to(dtype)
     for slot in layer.slots("gate", "up").values():
-        slot.copy_(torch.randn(slot.shape, generator=generator))
+        slot.tensor.copy_(torch.randn(slot.shape, generator=generator))
     assert layer.weight is not None
     is_packed = can_pack(layer.weight)
     x = torch.randn(5, 16, generator=generator).to(dtype)
@@ -50,9 +51,9 @@ def test_a_type_without_a_kernel_stays_as_it_is() -> None:
 
 
 def test_the_three_inputs_of_attention() -> None:
-    layer = QKVLinear(8, num_heads=4, num_kv_heads=2, head_dim=3, bias=True)
+    layer = QKVLinear(8, num_heads=4, num_kv_heads=2, head_dim=3, tp=ALONE.tp, bias=True)
     slots = layer.slots("q", "k", "v")
-    assert {name: tuple(slot.shape) for name, slot in slots.items()} == {
+    assert {name: slot.shape for name, slot in slots.items()} == {
         "q.weight": (12, 8),
         "k.weight": (6, 8),
         "v.weight": (6, 8),
@@ -61,6 +62,6 @@ def test_the_three_inputs_of_attention() -> None:
         "v.bias": (6,),
     }
     for i, part in enumerate("qkv"):
-        slots[f"{part}.weight"].zero_()
-        slots[f"{part}.bias"].fill_(i)
+        slots[f"{part}.weight"].tensor.zero_()
+        slots[f"{part}.bias"].tensor.fill_(i)
     assert layer(torch.zeros(5, 8))[4, :, 0].tolist() == [0, 0, 0, 0, 1, 1, 2, 2]

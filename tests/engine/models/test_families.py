@@ -97,6 +97,14 @@ def test_a_batch_cold_then_warm(name, run_ahead, chunk):
     assert [output.num_cached_tokens for output in warm] == full_blocks
 
 
+@pytest.mark.parametrize("chunk", [7, None])
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_without_compiled_attention(name, chunk):
+    with StepLoop(str(tiny_model(name)), **settings(prefill_chunk_tokens=chunk, attention_backend="torch")) as loop:
+        assert loop.facts.attention_backend == "torch"
+        assert [output.token_ids for output in loop.generate(prompts(), MAX_TOKENS)] == expected(name)
+
+
 @pytest.mark.parametrize("run_ahead,chunk", [(1, None), (2, 7)])
 @pytest.mark.parametrize("name", CASES)
 def test_one_at_a_time(name, run_ahead, chunk):

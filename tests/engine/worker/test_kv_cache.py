@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import pytest
@@ -79,3 +80,28 @@ def test_what_cannot_fit_is_refused_with_the_numbers(options: dict[str, Any], sa
 
 def test_an_explicit_length_that_just_fits() -> None:
     assert size(max_model_len=40, kv_cache_memory_bytes=11 * PAGE).max_model_len == 40
+
+
+def test_a_stage_has_pages_for_its_own_layers_alone() -> None:
+    """Of ten layers, 2 see everything and 8 a window: groups of two layers, one and four of them."""
+    spec = tiny_spec(((4,) * 4 + (None,)) * 2)
+    whole = KVCache(spec, 6, 4, torch.float32, torch.device("cpu"))
+    stages = [dataclasses.replace(spec, stage=layers) for layers in ((0, 5), (5, 10), (0, 4), (4, 10))]
+    caches = [KVCache(stage, 6, 4, torch.float32, torch.device("cpu")) for stage in stages]
+    assert len(whole.pages) == 2
+    assert [len(cache.pages) for cache in caches] == [1, 1, 1, 2]
+    assert [page_bytes(stage, 4, torch.float32) for stage in stages] == [128, 128, 128, 256]
+    assert all(cache.windows == whole.windows == (None, 4, 4, 4, 4) for cache in caches)
+
+
+def test_the_rank_with_the_fewest_blocks_decides() -> None:
+    settings = CacheConfig(block_size=4, kv_cache_memory_bytes=11 * PAGE)
+    asked = []
+
+    def least(num: int) -> int:
+        asked.append(num)
+        return 7
+
+    found = size_cache(SPEC, torch.float32, settings, SchedulerConfig(max_num_seqs=3), None, least=least)
+    assert asked == [10]
+    assert (found.num_blocks, found.max_model_len, found.capacity_tokens) == (7, 28, 28)

@@ -1,8 +1,10 @@
+import dataclasses
 import io
 import json
 import logging
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from pagedray.engine.checkpoint import Checkpoint, open_checkpoint
 from pagedray.engine.errors import ConfigError, UnsupportedModel
-from pagedray.engine.worker.weights import load_weights
+from pagedray.engine.layers.share import Share, all_of, none_of
+from pagedray.engine.layers.slot import Slot
+from pagedray.engine.models.parse import model_spec
+from pagedray.engine.models.registry import build_model
+from pagedray.engine.models.stages import stage_spec
+from pagedray.engine.worker.parallel import ALONE
+from pagedray.engine.worker.weights import fill_with_noise, load_weights
+from tests.engine.layers.groups import place
 from tests.gguf_models import write_gguf
 from tests.tiny_models import tiny_model
 
@@ -24,7 +33,7 @@ class Slots:
         self.slots = {name: torch.full(tuple(shape), torch.nan, dtype=dtype) for name, shape in shapes.items()}
 
     def weight_slots(self):
-        return self.slots
+        return {name: Slot(tensor) for name, tensor in self.slots.items()}
 
 
 def stored(folder) -> dict[str, torch.Tensor]:
@@ -159,3 +168,123 @@ def test_without_a_terminal_there_is_one_log_line(caplog, capsys):
     (record,) = caplog.records
     assert f"tensors={len(json.dumps(list(shapes_of(folder))).split(','))} " in record.message
     assert "gib=" in record.message and "seconds=" in record.message
+
+
+# ---- a rank's part
+
+
+class Parts:
+    """One slot of a matrix, and a norm that this rank doesn't want."""
+
+    def __init__(self, name: str, *shares: Share):
+        self.tensor = torch.full([share.size for share in shares], torch.nan)
+        self.slots = {name: Slot(self.tensor, *shares), "other": Slot(torch.empty(0), none_of(3))}
+
+    def weight_slots(self):
+        return self.slots
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Checkpoint:
+    """A matrix of 32 MiB, larger than what the system maps around a page."""
+    folder = tmp_path_factory.mktemp("wide")
+    weights = {"wide": torch.arange(2**23, dtype=torch.float32).view(4096, 2048), "other": torch.zeros(3)}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return open_checkpoint(str(folder))
+
+
+PARTS = [
+    (all_of(4096), all_of(2048)),
+    (Share(1024, 1024, 4096), all_of(2048)),
+    (all_of(4096), Share(1536, 512, 2048)),
+    (Share(4000, 24, 4096), Share(8, 16, 2048)),
+    (none_of(4096), all_of(2048)),
+]
+
+
+@pytest.mark.parametrize("shares", PARTS)
+def test_a_slot_gets_its_part(wide, shares):
+    model = Parts("wide", *shares)
+    load_weights(model, wide, CPU)
+    whole = torch.arange(2**23, dtype=torch.float32).view(4096, 2048)
+    assert torch.equal(model.tensor, whole[shares[0].index, shares[1].index])
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected_mib"), [(PARTS[0], 32), (PARTS[1], 8), ((Share(8, 8, 4096), all_of(2048)), 0), (PARTS[4], 0)]
+)
+def test_no_other_part_of_the_file_is_touched(wide, shares, expected_mib, monkeypatch):
+    """What of the mapped file is in this process's memory, asked when the last tensor has been read."""
+    (path,) = wide.weight_files()
+    resident = []
+
+    class Bar:
+        def __init__(self, **options):
+            resident.append(options["total"] * 1024)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc_info):
+            resident.append(resident_mib(path))
+
+        def update(self, gib):
+            pass
+
+    monkeypatch.setattr("pagedray.engine.worker.weights.tqdm", Bar)
+    load_weights(Parts("wide", *shares), wide, CPU)
+    counted, found = resident
+    assert counted == pytest.approx(expected_mib, abs=0.1)
+    assert expected_mib - 0.1 < found < expected_mib + 4.1  # it maps 2 MiB at a time at most
+
+
+def resident_mib(path) -> float:
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    (first,) = (i for i, line in enumerate(lines) if line.endswith(str(path)))
+    return next(int(line.split()[1]) for line in lines[first:] if line.startswith("Rss:")) / 1024
+
+
+def test_a_gguf_gives_a_part_too(tmp_path):
+    write_gguf("llama", tmp_path / "x.gguf")
+    whole = stored(tiny_model("llama"))["model.layers.2.self_attn.k_proj.weight"].float()
+    shapes = shapes_of(tiny_model("llama"))
+    model = Slots(shapes)
+    tensor = torch.empty(16, 64)
+    slots = model.weight_slots() | {
+        "model.layers.2.self_attn.k_proj.weight": Slot(tensor, Share(8, 16, 32), all_of(64))
+    }
+    model.weight_slots = lambda: slots
+    load_weights(model, open_checkpoint(str(tmp_path)), CPU)
+    assert torch.equal(tensor, whole[8:24])
+
+
+def test_layers_of_other_stages_are_expected_and_not_loaded(folder):
+    shapes = {name: shape for name, shape in shapes_of(folder).items() if ".layers.1." not in name}
+    with pytest.raises(UnsupportedModel, match=r"unexpected: model\.layers\.1\."):
+        load_weights(Slots(shapes), open_checkpoint(str(folder)), CPU, other_layers={0})
+    model = Slots(shapes)
+    load_weights(model, open_checkpoint(str(folder)), CPU, other_layers={1})
+    assert not any(slot.isnan().any() for slot in model.slots.values())
+
+
+def test_the_shape_of_the_whole_is_checked(wide):
+    with pytest.raises(UnsupportedModel, match=r"wide is \(4096, 2048\), the config says \(8192, 2048\)"):
+        load_weights(Parts("wide", Share(0, 4096, 8192), all_of(2048)), wide, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_made_up_weights_are_parts_of_the_same_model(dtype):
+    """Whatever the number of ranks and stages."""
+    spec = model_spec(open_checkpoint(str(tiny_model("llama"))))
+    whole = build_model(spec, dtype, CPU)
+    fill_with_noise(whole, CPU)
+    expected = {name: slot.tensor for name, slot in whole.weight_slots().items()}
+    assert expected["model.layers.0.mlp.up_proj.weight"].float().std() == pytest.approx(0.02, rel=0.1)
+    assert not torch.equal(expected["model.layers.0.mlp.up_proj.weight"], expected["model.layers.1.mlp.up_proj.weight"])
+    for rank in range(2):
+        parallel = dataclasses.replace(ALONE, tp=place(rank, 2))
+        model = build_model(stage_spec(spec, 1, 2), dtype, CPU, parallel)
+        fill_with_noise(model, CPU)
+        for name, slot in model.weight_slots().items():
+            assert torch.equal(slot.tensor, expected[name][slot.index]), name
