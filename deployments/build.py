@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -66,6 +66,7 @@ def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float =
     """
     from ray import serve
 
+    from pagedray.deployments.autoscale import autoscaling
     from pagedray.deployments.engine_replica import EngineReplica
     from pagedray.deployments.ingress import Ingress
 
@@ -76,13 +77,16 @@ def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float =
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "logging_config": {"enable_access_log": False},
     }
+    scaled: dict[str, Any] = {"num_replicas": config.server.fewest_engines}
+    if config.server.scales:
+        scaled = {"autoscaling_config": autoscaling(config.server)}
     engines = serve.deployment(
         **shared,
+        **scaled,
         graceful_shutdown_timeout_s=drain_timeout_s + 10.0,
-        num_replicas=config.server.num_engine_replicas,
         ray_actor_options={"num_cpus": ENGINE_CPUS},
         placement_group_bundles=bundles(config),
-        placement_group_strategy="STRICT_PACK",
+        placement_group_strategy=strategy(config),
     )(EngineReplica)
     ingress = serve.deployment(
         **shared,
@@ -96,19 +100,27 @@ def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float =
 
 
 def bundles(config: Config) -> list[dict[str, float]]:
-    """Resources of one engine: the replica with its scheduler, then each worker."""
-    world_size = config.worker.tensor_parallel_size * config.worker.pipeline_parallel_size
-    worker = {"CPU": WORKER_CPUS} | ({"GPU": 1.0} if config.worker.device == "cuda" else {})
-    return [{"CPU": ENGINE_CPUS}, *(dict(worker) for _ in range(world_size))]
+    """Resources of one engine: the replica with its scheduler, then the workers of each pipeline stage.
+
+    A bundle lies on one node, so the ranks that share a stage's layers always do.
+    """
+    num_ranks, num_stages = float(config.worker.tensor_parallel_size), config.worker.pipeline_parallel_size
+    stage = {"CPU": num_ranks * WORKER_CPUS} | ({"GPU": num_ranks} if config.worker.device == "cuda" else {})
+    return [{"CPU": ENGINE_CPUS}, *(dict(stage) for _ in range(num_stages))]
+
+
+def strategy(config: Config) -> Literal["STRICT_PACK", "PACK"]:
+    """How the bundles lie: one stage beside its scheduler; several on as few nodes as can be."""
+    return "STRICT_PACK" if config.worker.pipeline_parallel_size == 1 else "PACK"
 
 
 def num_gpus(config: Config) -> float:
-    """GPUs that the application reserves."""
-    return config.server.num_engine_replicas * sum(bundle.get("GPU", 0.0) for bundle in bundles(config))
+    """GPUs that the application reserves at most."""
+    return config.server.most_engines * sum(bundle.get("GPU", 0.0) for bundle in bundles(config))
 
 
 def num_cpus(config: Config) -> float:
-    """CPUs, in Ray's sense, that the application reserves."""
+    """CPUs, in Ray's sense, that the application reserves at most."""
     server = config.server
     engine = sum(bundle["CPU"] for bundle in bundles(config))
-    return server.num_engine_replicas * engine + server.num_ingress_replicas * INGRESS_CPUS
+    return server.most_engines * engine + server.num_ingress_replicas * INGRESS_CPUS

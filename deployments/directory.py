@@ -32,14 +32,15 @@ class Directory:
     def name(self, role: Role, engine_id: str, rank: int = 0) -> str:
         return f"{role}-{engine_id}-{rank}"
 
-    def find(self, role: Role) -> dict[str, Actor]:
-        """Engine id → a living actor of that role (of several ranks, any). It blocks while Ray's head is down."""
+    def find(self, role: Role, rank: int = 0) -> dict[str, Actor]:
+        """Engine id → its living actor of that role and rank. It blocks while Ray's head is down."""
         found = {}
         for entry in list_named_actors(all_namespaces=True):
             kind, _, rest = entry["name"].partition("-")
-            if entry["namespace"] == self.namespace and kind == role:
+            engine_id, _, number = rest.rpartition("-")
+            if entry["namespace"] == self.namespace and kind == role and number == str(rank):
                 try:
-                    found[rest.rpartition("-")[0]] = ray.get_actor(entry["name"], self.namespace)
+                    found[engine_id] = ray.get_actor(entry["name"], self.namespace)
                 except ValueError:
                     continue  # it died between the two questions
         return found

@@ -14,6 +14,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 from ray import serve
 from ray.util import get_current_placement_group
 
@@ -77,6 +78,14 @@ class EngineReplica:
         """Raise once the engine can't be rebuilt; while it is being rebuilt, replacing the replica would not help."""
         if self._supervisor.done():
             raise EngineDead(f"the engine can't be rebuilt: {self._supervisor.exception()}")
+
+    async def wake(self) -> None:
+        """Nothing to do: a call that waits for a replica is how ingresses ask for one."""
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve passes on to `autoscale.EngineAutoscaling`; an engine that doesn't run has no load to tell of."""
+        load = self._unit.load if self._state is State.RUNNING else None
+        return {} if load is None else msgspec.to_builtins(load)
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         """Serve calls this when the replica is to stop and awaits the result; Python's own calls find nothing to do."""

@@ -17,10 +17,12 @@ from pagedray.deployments.calls import Actor, answer
 from pagedray.deployments.child import Child
 from pagedray.deployments.directory import Directory
 from pagedray.deployments.gang import Gang
+from pagedray.deployments.placement import PlacementWatch
 from pagedray.deployments.scheduler_actor import MAX_CALLS, Pulse, SchedulerActor
 from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.errors import EngineDead, PagedrayError
 from pagedray.engine.messages import decode, encode
+from pagedray.engine.metrics import EngineLoad
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +34,14 @@ class EngineUnit:
     """
     Args:
         config: the whole tree.
-        placement: bundle 0 has room for the scheduler, bundle 1 + rank for each worker.
+        placement: bundle 0 has room for the scheduler, bundle 1 + stage for the workers of a pipeline stage.
         directory: gives the actors their names.
         worker_class: see `WorkerActor`.
     """
 
     def __init__(self, config: Config, placement: PlacementGroup, directory: Directory, worker_class: str):
         self.engine_id = secrets.token_hex(4)
-        self._failure = config.failure
+        self._config, self._failure = config, config.failure
         self._gang = Gang(config, placement, directory, self.engine_id, worker_class)
         handle: Actor = (
             ray.remote(SchedulerActor)
@@ -53,6 +55,7 @@ class EngineUnit:
             .remote(config, self._gang.ranks[0].handle)
         )
         self._scheduler = Child("the scheduler", handle)
+        self.load: EngineLoad | None = None  # as last heard
         self._children = [*self._gang.ranks, self._scheduler]
 
     async def start(self) -> EngineFacts:
@@ -100,7 +103,12 @@ class EngineUnit:
 
     async def _start(self) -> EngineFacts:
         begun = time.monotonic()
-        await asyncio.gather(*(child.attach() for child in self._children))
+        node_id = ray.get_runtime_context().get_node_id()
+        waiting = asyncio.create_task(PlacementWatch(self._config, has_place=True).log_troubles())
+        try:
+            await asyncio.gather(*(child.attach(node_id) for child in self._children))
+        finally:
+            waiting.cancel()
         attach_s = time.monotonic() - begun
         facts = await self._gang.load()
         phases = (("worker process", attach_s), *facts.start_phases)
@@ -118,6 +126,7 @@ class EngineUnit:
     async def _hear(self, timeout_s: float) -> None:
         """Pass on what the scheduler has logged since the last time."""
         pulse = decode(Pulse, await answer(self._scheduler.handle.pulse.remote(), timeout_s, self._scheduler.name))
+        self.load = pulse.load
         for line in pulse.log_lines:
             message, newline, traceback = line.text.partition("\n")
             log.log(line.level, "%s engine_id=%s%s%s", message, self.engine_id, newline, traceback)

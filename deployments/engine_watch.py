@@ -31,6 +31,11 @@ class EngineWatch:
         self._worker: str | None = None  # the engine whose worker is followed
         self._num_shown = 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker loads."""
+        return self._worker is not None
+
     def look(self) -> EngineFacts | None:
         """Show what is new; the facts once an engine runs."""
         for engine_id, worker in self._directory.find("worker").items():

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 
 import msgspec
 
 from pagedray.deployments.calls import Actor
-from pagedray.deployments.gang import RayExecutor
+from pagedray.deployments.gang import RayExecutor, answer_timeout_s
 from pagedray.deployments.logs import LineBuffer, LogLine
+from pagedray.deployments.place import place_of_this_process
 from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.engine import Engine
 from pagedray.engine.messages import Request, decode, encode
+from pagedray.engine.metrics import EngineLoad
 
 MAX_CALLS = 10_000  # open at once: polls of ingresses, and submits in a burst
 
@@ -25,6 +26,7 @@ class Pulse(msgspec.Struct, frozen=True):
     """What the replica hears once a second."""
 
     log_lines: tuple[LogLine, ...]  # since the last pulse
+    load: EngineLoad | None  # None: the engine has not started
 
 
 class SchedulerActor:
@@ -43,7 +45,7 @@ class SchedulerActor:
 
     async def run(self, facts: bytes) -> None:
         """Work until the gang fails. Its object ref tells the replica of this engine's end, whichever way it comes."""
-        executor = RayExecutor(self._rank0, self._config.failure.step_timeout_s)
+        executor = RayExecutor(self._rank0, answer_timeout_s(self._config))
         engine = Engine(self._config, decode(EngineFacts, facts), executor)
         self._engine.set_result(engine)
         gc.collect()
@@ -76,7 +78,7 @@ class SchedulerActor:
         await (await self._engine).drain()
 
     async def pulse(self) -> bytes:
-        return encode(Pulse(self._lines.take()))
+        return encode(Pulse(self._lines.take(), self._engine.result().load() if self._engine.done() else None))
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def place(self) -> bytes:
+        return encode(place_of_this_process())

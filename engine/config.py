@@ -96,13 +96,17 @@ class SchedulerConfig(Leaf):
     )
     max_queued_tokens: int = Field(4_000_000, ge=1, description="Waiting prompt tokens beyond which requests get 429.")
     run_ahead: int = Field(
-        2, ge=1, le=4, description="Steps planned before the oldest one's tokens are known, itself included."
+        2,
+        ge=1,
+        le=64,
+        description="Steps planned before the oldest one's tokens are known, itself included. Default with a pipeline: "
+        "at least stages + 1; fewer leave stages idle.",
     )
 
 
 class WorkerConfig(Leaf):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
-    attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = Field(
+    attention_backend: Literal["auto", "cpu", "torch", "triton", "flashinfer"] = Field(
         "auto", description="Attention kernel. A forced one that can't run fails at start."
     )
     optimization_level: int = Field(
@@ -118,8 +122,23 @@ class WorkerConfig(Leaf):
         description="Numbers of tokens to capture steps with prompts for; larger ones run eagerly.",
     )
     cpu_threads: int | None = Field(None, ge=1, description="Threads of a CPU worker. Default: the cores it may use.")
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each layer; 1 in this version.")
-    pipeline_parallel_size: int = Field(1, ge=1, description="GPUs that share the stack of layers; 1 in this version.")
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="GPUs of one node (on a CPU, processes) that share each layer: a stage's ranks."
+    )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, le=32, description="Stages that share the stack of layers, on one or more nodes."
+    )
+    pipeline_layers: tuple[int, ...] = Field(
+        (), description="Layers of each pipeline stage. Default: even by cost, embedding and head included."
+    )
+    enable_expert_parallel: bool = Field(
+        False, description="Whole experts on each of a stage's ranks, instead of a share of every expert."
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class FailureConfig(Leaf):
@@ -141,9 +160,58 @@ class ServerConfig(Leaf):
     port: int = Field(8000, ge=0, le=65535, description="HTTP port.")
     num_ingress_replicas: int = Field(1, ge=1, description="Ingress processes.")
     num_engine_replicas: int = Field(1, ge=1, description="Engine replicas, each with its own copy of the model.")
+    data_parallel_size: int | None = Field(None, ge=1, description="Another name of num_engine_replicas.")
+    min_replicas: int | None = Field(
+        None,
+        ge=0,
+        description="Fewest engine replicas where Serve scales them by load; 0: none while there is nothing to do, and "
+        "the next request waits for one. Default: 1 with max_replicas, else no scaling.",
+    )
+    max_replicas: int | None = Field(
+        None,
+        ge=1,
+        description="Most engine replicas where Serve scales them. Default: the larger of min_replicas and 1.",
+    )
+    target_load: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="Scaling: the load that an engine should have. 1: its batch (max_num_seqs) or its KV cache is "
+        "full; what waits counts too.",
+    )
+    upscale_delay_s: float = Field(5.0, ge=0, description="Scaling: how long load must ask for more engines.")
+    downscale_delay_s: float = Field(300.0, ge=0, description="Scaling: how long load must ask for fewer engines.")
+    routing_policy: Literal["prefix", "least_loaded", "round_robin"] = Field(
+        "prefix",
+        description="Which engine gets a request. prefix: the one that holds most of the prompt, within a bound.",
+    )
+    routing_imbalance_factor: float = Field(
+        2.0,
+        ge=1,
+        description="For its prefix or session no engine gets a request that puts it above so many times the load that "
+        "the least loaded one would have with it.",
+    )
     haproxy: bool = Field(True, description="Use Serve's HAProxy mode; off: Serve's Python proxy.")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest request body; beyond it 413.")
     log_stats_interval_s: float = Field(10.0, gt=0, description="Seconds between throughput lines while there is work.")
+
+    @property
+    def fewest_engines(self) -> int:
+        """Engine replicas that there always are."""
+        if self.min_replicas is None and self.max_replicas is None:
+            return self.num_engine_replicas
+        return 1 if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most_engines(self) -> int:
+        if self.min_replicas is None and self.max_replicas is None:
+            return self.num_engine_replicas
+        return max(self.fewest_engines, 1) if self.max_replicas is None else self.max_replicas
+
+    @property
+    def scales(self) -> bool:
+        """Whether the number of engines follows the load."""
+        return self.most_engines > self.fewest_engines
 
 
 class Config(Leaf):
@@ -172,9 +240,35 @@ class Config(Leaf):
                 raise ValueError("dtype float16 needs a GPU, and device is cpu; use bfloat16 or float32")
             if self.cache.kv_cache_dtype == "fp8":
                 raise ValueError("kv_cache_dtype fp8 needs a GPU, and device is cpu; use auto")
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(worker, name) != 1:
-                raise ValueError(f"{name} must be 1 in this version; raise num_engine_replicas to use more devices")
+        stages, layers = worker.pipeline_parallel_size, worker.pipeline_layers
+        if layers and (len(layers) != stages or min(layers) < 1):
+            raise ValueError(
+                f"pipeline_layers ({', '.join(map(str, layers))}) must be one positive number for each of the "
+                f"pipeline_parallel_size ({stages}) stages"
+            )
+        if worker.enable_expert_parallel and worker.tensor_parallel_size == 1:
+            raise ValueError(
+                "enable_expert_parallel spreads experts over the ranks of a stage, and tensor_parallel_size is 1; "
+                "raise that or leave enable_expert_parallel off"
+            )
+        server = self.server
+        if server.data_parallel_size not in (None, server.num_engine_replicas):
+            raise ValueError(
+                f"data_parallel_size ({server.data_parallel_size}) and num_engine_replicas "
+                f"({server.num_engine_replicas}) are two names of one number; give one of them"
+            )
+        fixed = "num_engine_replicas" if server.data_parallel_size is None else "data_parallel_size"
+        is_fixed = server.data_parallel_size is not None or "num_engine_replicas" in server.model_fields_set
+        for name in ("min_replicas", "max_replicas"):
+            if is_fixed and getattr(server, name) is not None:
+                raise ValueError(
+                    f"{fixed} ({server.num_engine_replicas}) fixes the number of engines, and {name} "
+                    f"({getattr(server, name)}) lets it follow the load; give one of the two"
+                )
+        if server.most_engines < server.fewest_engines:
+            raise ValueError(
+                f"max_replicas ({server.max_replicas}) must be at least min_replicas ({server.fewest_engines})"
+            )
         return self
 
 
@@ -201,8 +295,10 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe_level(config: Config, facts: EngineFacts) -> str:
     """The optimization level, and what it and explicit settings came to."""
-    ahead = config.scheduler.run_ahead
+    ahead, stages = config.scheduler.run_ahead, config.worker.pipeline_parallel_size
     text = f"-O{config.worker.optimization_level}: {ahead} step{'s' * (ahead > 1)} in flight"
+    if stages > 1 and ahead <= stages:
+        text += f" (run_ahead {stages + 1} would keep all {stages} stages busy)"
     if facts.device == "cpu":
         return text
     return f"{text}, {facts.num_graphs or 'no'} CUDA graphs"
@@ -269,8 +365,10 @@ def load_config(
     worker = merged["worker"]
     if worker.get("device", "auto") == "auto":
         worker["device"] = auto_device()
+    if merged["server"].get("data_parallel_size") is not None:
+        merged["server"].setdefault("num_engine_replicas", merged["server"]["data_parallel_size"])
     try:
-        for field, value in ((GPU_DEFAULTS if worker["device"] == "cuda" else {}) | _preset(worker)).items():
+        for field, value in _defaults(worker).items():
             merged[owner[field]].setdefault(field, value)
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -278,10 +376,19 @@ def load_config(
         raise ConfigError("; ".join(lines)) from error
 
 
-def _preset(worker: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the level among these settings, however it is spelt; none for one that validation will refuse."""
-    given = {name: value for name, value in worker.items() if name == "optimization_level"}
+def _defaults(worker: Mapping[str, Any]) -> dict[str, Any]:
+    """What these settings want otherwise than the fields' own defaults."""
+    defaults = dict(GPU_DEFAULTS) if worker["device"] == "cuda" else {}
+    stages = _value(worker, "pipeline_parallel_size")
+    if stages > 1:
+        defaults["run_ahead"] = max(stages + 1, defaults.get("run_ahead", 0))
+    return defaults | OPTIMIZATION_LEVELS[_value(worker, "optimization_level")]
+
+
+def _value(worker: Mapping[str, Any], name: str) -> int:
+    """Of a field among these settings, however it is spelt; the default for one that validation will refuse."""
+    default: int = WorkerConfig.model_fields[name].default
     try:
-        return OPTIMIZATION_LEVELS[WorkerConfig.model_validate(given).optimization_level]
+        return int(getattr(WorkerConfig.model_validate({name: worker.get(name, default)}), name))
     except ValidationError:
-        return {}
+        return default

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.errors import EngineDead, EngineUnavailable, Overloaded
 from pagedray.engine.executor import Executor
-from pagedray.engine.messages import Request, RequestUpdate, RunnerOutput, UpdateBatch
-from pagedray.engine.metrics import EngineStats
+from pagedray.engine.messages import EngineNews, Request, RequestUpdate, RunnerOutput, UpdateBatch
+from pagedray.engine.metrics import EngineLoad, EngineStats
 from pagedray.engine.outbox import Outbox
 from pagedray.engine.scheduler import Scheduler, SchedulerLimits
 from pagedray.engine.throughput import ThroughputLog
@@ -80,7 +80,7 @@ class Engine:
             raise
         for request in requests:
             self._clients[request.id] = request.client_id
-            self._outbox(request.client_id).live.add(request.id)
+            self._outbox(request.client_id).add(request)
             self._prompt_tokens += len(request.prompt_ids)
         self._wake.set()
 
@@ -126,9 +126,18 @@ class Engine:
             stalled_s=self._stalled_s(),
         )
 
+    def load(self) -> EngineLoad:
+        """How full it is, by what runs and waits and by the KV cache."""
+        stats = self._scheduler.stats()
+        num_blocks = stats.num_used_blocks + stats.num_queued_tokens / self.facts.block_size
+        num_seqs = stats.num_running + stats.num_waiting
+        return EngineLoad(num_seqs / self._scheduler.limits.max_num_seqs, num_blocks / stats.num_blocks)
+
     async def drain(self) -> None:
         """Refuse new requests and return once the running ones have ended."""
         self._draining = True
+        for outbox in self._outboxes.values():
+            outbox.hurry()
         while self._clients and self._dead is None:
             await asyncio.sleep(0.05)
 
@@ -162,6 +171,8 @@ class Engine:
             self._submitted.append(now)
         for update in self._scheduler.take_updates():
             self._publish(update)
+        for outbox in self._outboxes.values():
+            outbox.others_have(len(self._clients) - len(outbox.live))
 
     async def _next_result(self) -> RunnerOutput:
         """The oldest step's result; plans further steps for requests that arrive meanwhile."""
@@ -202,7 +213,7 @@ class Engine:
         self._finished[update.finish_reason or "abort"] += 1
         client_id = self._clients.pop(update.request_id, None)
         if client_id is not None:
-            self._outbox(client_id).live.discard(update.request_id)
+            self._outbox(client_id).drop(update.request_id)
 
     def _end_requests_of_silent_clients(self, now_s: float) -> None:
         """Free what belongs to an ingress that is gone: one that has not polled for client_timeout_s."""
@@ -220,8 +231,28 @@ class Engine:
     def _outbox(self, client_id: str) -> Outbox:
         outbox = self._outboxes.get(client_id)
         if outbox is None:
-            outbox = self._outboxes[client_id] = Outbox(self._clock())
+            outbox = self._outboxes[client_id] = Outbox(self._clock(), self._news_for(client_id))
         return outbox
+
+    def _news_for(self, client_id: str) -> Callable[[], EngineNews]:
+        """What to tell a client whenever it is answered; the cache's changes since the last time."""
+        told: int | None = None
+
+        def news() -> EngineNews:
+            nonlocal told
+            outbox, stats, cache = self._outboxes[client_id], self._scheduler.stats(), self._scheduler.prefix_cache
+            changes, told = cache.changes_since(told), cache.log.end
+            return EngineNews(
+                is_draining=self._draining,
+                other_requests=len(self._clients) - len(outbox.live),
+                other_tokens=sum(box.live_tokens for box in self._outboxes.values()) - outbox.live_tokens,
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                kv_usage=stats.kv_usage,
+                cache=changes,
+            )
+
+        return news
 
     def _stalled_s(self) -> float:
         return max(0.0, self._clock() - self._progress_s) if self._scheduler.has_work() else 0.0
@@ -241,6 +272,7 @@ def make_scheduler(config: Config, facts: EngineFacts) -> Scheduler:
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=settings.max_queued_tokens,
+        num_turns=min(config.worker.pipeline_parallel_size, settings.run_ahead),
     )
     return Scheduler(
         limits,

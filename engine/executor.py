@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from pagedray.engine.config import EngineFacts
@@ -28,7 +29,7 @@ class Executor(Protocol):
 
 
 class StepWorker(Protocol):
-    """One rank in this process: `engine.worker.worker.Worker`, or a fake one in tests."""
+    """What computes steps, in this process or from it: one rank, or one that stands for its gang."""
 
     def load(self) -> EngineFacts: ...
     def submit(self, out: SchedulerOutput) -> None: ...
@@ -36,8 +37,17 @@ class StepWorker(Protocol):
     def close(self) -> None: ...
 
 
+class RankWorker(StepWorker, Protocol):
+    """One rank: `engine.worker.worker.Worker`, or a fake one in tests."""
+
+    def load(self, on_phase: Callable[[str, float], None] = ...) -> EngineFacts: ...
+
+    def abort(self) -> None:
+        """End a step that waits for ranks which are gone."""
+
+
 class LocalExecutor:
-    """A gang of one rank in this process, without Ray."""
+    """Without Ray: a worker that this process has itself."""
 
     def __init__(self, worker: StepWorker):
         self._worker = worker

@@ -25,7 +25,7 @@ from pagedray.engine.checkpoint import open_checkpoint
 from pagedray.engine.config import EMBEDDED_MODEL, Device, EngineFacts, load_config
 from pagedray.engine.engine import Engine
 from pagedray.engine.errors import UserError
-from pagedray.engine.executor import LocalExecutor, StepWorker
+from pagedray.engine.executor import LocalExecutor, RankWorker, StepWorker
 from pagedray.engine.generation import GenerationParams, make_requests
 from pagedray.engine.messages import FinishReason, PromptLogprobs, Request, RequestUpdate, TokenLogprobs
 from pagedray.engine.text.detokenizer import Detokenizer
@@ -62,7 +62,7 @@ class LLM:
 
     Args:
         model: the embedded default, a checkpoint directory, a GGUF file or a hub id.
-        worker_class: builds the worker from (config); tests pass a fake.
+        worker_class: builds the worker from (config), of each rank if there are several; tests pass a fake.
         tokenizer: replaces the checkpoint's.
         settings: any field of the configuration tree, e.g. `dtype="bfloat16"`, `max_num_seqs=128`.
 
@@ -74,7 +74,7 @@ class LLM:
         self,
         model: str = EMBEDDED_MODEL,
         *,
-        worker_class: Callable[..., StepWorker] | None = None,
+        worker_class: Callable[..., RankWorker] | None = None,
         tokenizer: Tokenizer | None = None,
         **settings: Any,
     ):
@@ -84,13 +84,20 @@ class LLM:
             from pagedray.engine.worker.worker import Worker
 
             worker_class = Worker
+        worker: StepWorker
+        if self.config.worker.num_ranks == 1:
+            worker = worker_class(self.config)
+        else:
+            from pagedray.engine.worker.spawned_gang import SpawnedGang
+
+            worker = SpawnedGang(self.config, worker_class)
         if tokenizer is None:
             leaf = self.config.model
             tokenizer = load_tokenizer(
                 open_checkpoint(leaf.model, leaf.revision, leaf.needs_weights), leaf.chat_template
             )
         self.tokenizer = tokenizer
-        worker = worker_class(self.config)
+        self._worker = worker
         self.facts: EngineFacts = worker.load()
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()

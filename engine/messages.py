@@ -16,6 +16,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from pagedray.engine.cache_log import CacheChanges
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 M = TypeVar("M")
@@ -60,6 +62,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower goes first
     arrival_s: float = 0.0  # wall clock of the ingress
     deadline_s: float | None = None  # wall clock; past it the request ends with "abort"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it comes with."""
+        return len(self.prompt_ids) + len(self.output_ids)
 
 
 class NewSeq(msgspec.Struct, frozen=True):
@@ -139,11 +146,24 @@ class RequestUpdate(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache at first admission
 
 
+class EngineNews(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine is doing, as far as it matters to the client that is told: for its choice among engines."""
+
+    is_draining: bool  # it takes no more requests
+    other_requests: int  # unfinished requests of other clients; its own are the client's to count
+    other_tokens: int  # tokens that those came with
+    num_running: int
+    num_waiting: int
+    kv_usage: float  # share of the KV blocks that are held
+    cache: CacheChanges
+
+
 class UpdateBatch(msgspec.Struct, frozen=True):
     """Answer of one poll. The next poll acknowledges `seq`; a repeated poll gets the same batch again."""
 
     seq: int
     updates: tuple[RequestUpdate, ...]
+    news: EngineNews | None = None
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -34,6 +34,7 @@ from pagedray.engine.messages import (
 )
 from pagedray.engine.metrics import SchedulerStats
 from pagedray.engine.policy import POLICIES
+from pagedray.engine.prefix_cache import PrefixCache
 from pagedray.engine.sequence import NO_ROW, NO_TOKEN, Sequence
 
 _by_rank = operator.attrgetter("rank")
@@ -47,6 +48,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunk_tokens: int | None
     max_queued_requests: int
     max_queued_tokens: int
+    num_turns: int = 1  # steps over which decoding sequences are spread, so that a pipeline's stages have one each
 
 
 class _Plan:
@@ -60,6 +62,10 @@ class _Plan:
         self.chunks: list[ScheduledSeq] = []
         self.single_seqs: list[Sequence] = []
         self.chunk_seqs: list[Sequence] = []
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.singles) + len(self.chunks)
 
     def append(self, seq: Sequence, num_tokens: int, samples: bool, new_blocks: NewBlocks) -> None:
         entry = ScheduledSeq(seq.id, seq.row, seq.num_computed, num_tokens, samples, new_blocks)
@@ -119,6 +125,7 @@ class Scheduler:
         self._freed_rows: list[int] = []  # since the last plan
         self._prefilling: set[str] = set()  # running ones that have more than one known token to compute
         self._in_flight: deque[tuple[int, list[Sequence]]] = deque()
+        self._sampling: deque[frozenset[str]] = deque(maxlen=limits.num_turns - 1)  # ids, of the last steps planned
         self._updates: list[RequestUpdate] = []
         self._next_step = 0
         self._num_accepted = 0
@@ -205,17 +212,12 @@ class Scheduler:
         """Plan the next step; None when there is nothing to compute."""
         self._updates += self._expire(now_s)
         plan = _Plan(self.limits.max_tokens_per_step - len(self.running) + len(self._prefilling))
-        append, append_seq, no_blocks = plan.singles.append, plan.single_seqs.append, self._blocks.no_blocks
-        for seq in self._in_order():
-            start = seq.num_computed
-            if start < seq.decode_limit:
-                append(ScheduledSeq(seq.id, seq.row, start, 1, True, no_blocks))
-                append_seq(seq)
-                seq.num_computed = start + 1
-            elif seq.row != NO_ROW:
-                self._advance(seq, plan)
-            elif seq is self.waiting[0]:
-                self._admit(seq, plan, may_preempt=True)
+        order, others = self._in_order(), list[Sequence]()
+        if self.limits.num_turns > 1:
+            order, others = self._in_turn(order)
+        self._plan_running(order, plan)
+        if others and not plan.num_seqs:  # those whose turn it is lack blocks, which others have
+            self._plan_running(others, plan)
         while self.waiting and self._admit(self.waiting[0], plan, may_preempt=False):
             pass
         seqs = plan.single_seqs + plan.chunk_seqs
@@ -225,7 +227,40 @@ class Scheduler:
         self._freed_rows.clear()
         self._in_flight.append((step, seqs))
         self._next_step += 1
-        return SchedulerOutput(step, tuple(plan.added), tuple(plan.singles + plan.chunks), freed_rows)
+        scheduled = tuple(plan.singles + plan.chunks)
+        if self.limits.num_turns > 1:
+            self._sampling.append(frozenset(entry.seq_id for entry in scheduled if entry.samples))
+        return SchedulerOutput(step, tuple(plan.added), scheduled, freed_rows)
+
+    def _plan_running(self, order: list[Sequence], plan: _Plan) -> None:
+        append, append_seq, no_blocks = plan.singles.append, plan.single_seqs.append, self._blocks.no_blocks
+        for seq in order:
+            start = seq.num_computed
+            if start < seq.decode_limit:
+                append(ScheduledSeq(seq.id, seq.row, start, 1, True, no_blocks))
+                append_seq(seq)
+                seq.num_computed = start + 1
+            elif seq.row != NO_ROW:
+                self._advance(seq, plan)
+            elif seq is self.waiting[0]:
+                self._admit(seq, plan, may_preempt=True)
+
+    def _in_turn(self, order: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """All but the decoding sequences whose turn it is not, and those.
+
+        It is the turn of those that none of the last steps samples for, at most an even share of all. Where that is
+        nobody, since there are fewer sequences than turns, it is that of those sampled for longest ago.
+        """
+        decoding = [seq for seq in order if seq.row != NO_ROW and not seq.is_prefilling]
+        wanting = [seq for seq in decoding if seq.num_computed < seq.max_len - 1]
+        share = -(-len(wanting) // self.limits.num_turns)
+        chosen: list[Sequence] = []
+        recent = list(self._sampling)
+        while wanting and not chosen:
+            chosen = [seq for seq in wanting if not any(seq.id in ids for ids in recent)][:share]
+            recent = recent[1:]
+        left = {seq.id for seq in wanting} - {seq.id for seq in chosen}
+        return [seq for seq in order if seq.id not in left], [seq for seq in order if seq.id in left]
 
     def _in_order(self) -> list[Sequence]:
         """Running sequences by rank, and among them waiting ones of a better class than some running one.
@@ -457,6 +492,10 @@ class Scheduler:
     def num_steps_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        return self._blocks.cache
+
     def has_work(self) -> bool:
         return bool(self._seqs or self._in_flight)
 
@@ -466,6 +505,7 @@ class Scheduler:
             num_waiting=len(self.waiting),
             num_used_blocks=self._blocks.pool.num_used,
             num_blocks=self._blocks.pool.num_blocks,
+            num_queued_tokens=self._queued_tokens,
             prefix_queried_tokens=self._queried_tokens,
             prefix_hit_tokens=self._hit_tokens,
             num_preemptions=self._num_preemptions,

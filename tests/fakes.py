@@ -54,8 +54,8 @@ class FakeWorker:
     choose: Callable[[Sequence[int], NewSeq], int] = staticmethod(lambda ids, seq: scripted(ids, seq))
     step_s = 0.0
 
-    def __init__(self, config: Config, rank: int = 0):
-        self.config = config
+    def __init__(self, config: Config, rank: int = 0, connect: Callable[[Any], Any] | None = None):
+        self.config, self.rank = config, rank
         self.rows: dict[int, _FakeRow] = {}
         self.results: dict[int, RunnerOutput] = {}
         self.recent: deque[int] = deque()
@@ -102,6 +102,9 @@ class FakeWorker:
         if step == self.fail_at_step:
             raise RuntimeError(f"injected failure in step {step}")
         return self.results[step]
+
+    def abort(self) -> None:
+        pass
 
     def close(self) -> None:
         self.rows.clear()

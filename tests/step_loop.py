@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pagedray.engine.config import Config, load_config
+from pagedray.engine.executor import StepWorker
 from pagedray.engine.messages import Request, SamplingParams, TokenLogprobs
 from pagedray.engine.scheduler import Scheduler, SchedulerLimits
 from pagedray.engine.worker.worker import Worker
@@ -24,10 +25,10 @@ class Output:
 class StepLoop:
     """A loaded model that completes prompts. `settings` are fields of the configuration tree."""
 
-    def __init__(self, model: str, **settings: object):
+    def __init__(self, model: str, make_worker: Callable[[Config], StepWorker] = Worker, **settings: object):
         threads = {"cpu_threads": 1, "device": "cpu", "dtype": "float32"}
         self.config: Config = load_config(overrides={"model": model, **threads, **settings})
-        self.worker = Worker(self.config)
+        self.worker = make_worker(self.config)
         self.facts = self.worker.load()
         sched, cache = self.config.scheduler, self.config.cache
         self.scheduler = Scheduler(

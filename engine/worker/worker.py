@@ -15,28 +15,38 @@ import torch
 from pagedray.engine.checkpoint import Checkpoint, open_checkpoint
 from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.errors import ConfigError, EngineDead
+from pagedray.engine.layers.moe import expert_loads, forget_expert_loads
 from pagedray.engine.messages import RunnerOutput, SchedulerOutput
 from pagedray.engine.models.parse import model_spec
 from pagedray.engine.models.registry import build_model
 from pagedray.engine.models.spec import ModelSpec
+from pagedray.engine.models.stages import stage_spec
 from pagedray.engine.text.tokenizer import load_tokenizer
 from pagedray.engine.worker.assemble import Assembly
 from pagedray.engine.worker.backend import choose_backend, choose_device, choose_dtype
-from pagedray.engine.worker.device import find_machine, memory_for
+from pagedray.engine.worker.device import find_machine, memory_for, with_compiled_kernels
 from pagedray.engine.worker.host_memory import keep_freed_memory
+from pagedray.engine.worker.parallel import ALONE, Parallel
 from pagedray.engine.worker.runner import ModelRunner, PendingOutput
 from pagedray.engine.worker.weights import fill_with_noise, load_weights
 
 log = logging.getLogger(__name__)
 
-_KEPT_RESULTS = 8  # more than steps may be in flight, so that an answer that got lost can be asked for again
+_KEPT_RESULTS = 6  # beside those of steps in flight, so that an answer that got lost can be asked for again
 
 
 class Worker:
-    """Steps are queued on the device by one thread. On a CPU, which has no queue, that thread computes them."""
+    """Steps are queued on the device by one thread. On a CPU, which has no queue, that thread computes them.
 
-    def __init__(self, config: Config, rank: int = 0):
+    Args:
+        connect: makes this rank's groups, with all other ranks of its gang; called while they load.
+    """
+
+    def __init__(
+        self, config: Config, rank: int = 0, connect: Callable[[torch.device], Parallel] = lambda device: ALONE
+    ):
         self.config, self.rank = config, rank
+        self._connect, self._parallel = connect, ALONE
         self._stream = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagedray-worker")
         self._steps: dict[int, Future[PendingOutput]] = {}  # the last few, oldest first
         self._failure: Exception | None = None
@@ -62,7 +72,7 @@ class Worker:
         if last is not None and out.step != last + 1:
             raise ValueError(f"step {out.step} was submitted after step {last}: the steps between are lost")
         self._steps[out.step] = self._stream.submit(self._launch, out)
-        self._steps.pop(out.step - _KEPT_RESULTS, None)
+        self._steps.pop(out.step - self.config.scheduler.run_ahead - _KEPT_RESULTS, None)
 
     def result(self, step: int) -> RunnerOutput:
         """Wait for a step; it may be one of the last few again.
@@ -78,6 +88,18 @@ class Worker:
             raise EngineDead("the worker was closed") from None
         with self._failures_of(step):
             return pending.wait()
+
+    def expert_loads(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens that each of the model's experts got, per layer of this stage that has experts.
+
+        Waits for the steps that are queued.
+        """
+        loads = self._stream.submit(expert_loads, self._runner.model).result()
+        return () if loads is None else tuple(map(tuple, loads.tolist()))
+
+    def abort(self) -> None:
+        """End a step that waits for ranks which are gone."""
+        self._parallel.abort()
 
     def close(self) -> None:
         """Finish the step that runs, drop those that wait. Safe to call twice."""
@@ -104,28 +126,37 @@ class Worker:
         phases = _Phases(on_phase)
         config, machine = self.config, find_machine()
         device = torch.device(choose_device(config.worker.device, machine))
-        torch.set_num_threads(config.worker.cpu_threads or len(os.sched_getaffinity(0)))
+        parallel = self._parallel = self._connect(device)
+        torch.set_num_threads(
+            config.worker.cpu_threads or max(1, len(os.sched_getaffinity(0)) // parallel.num_ranks_here)
+        )
+        if parallel.world.size > 1:
+            phases.end("connect ranks")
         checkpoint = open_checkpoint(config.model.model, config.model.revision, config.model.needs_weights)
-        spec = model_spec(checkpoint)
+        spec = stage_spec(*(model_spec(checkpoint), parallel.pp.rank, parallel.pp.size, config.worker.pipeline_layers))
         dtype_name = choose_dtype(config.model.dtype, spec.dtype, device.type)
         dtype: torch.dtype = getattr(torch, dtype_name)
         kv_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else dtype
+        phases.end("read configuration")
+        if device.type == "cpu":
+            machine, was_compiled = with_compiled_kernels(machine)
+            if was_compiled:
+                phases.end("compile kernels")
         backend, reason = choose_backend(
             machine, device.type, _name(kv_dtype), spec.head_dim, config.worker.attention_backend
         )
-        phases.end("read configuration")
-
         with memory_for("the weights", "use a smaller model, a narrower dtype or more GPUs"):
-            model = build_model(spec, dtype, device)
+            model = build_model(spec, dtype, device, parallel)
             if config.model.load_format == "dummy":
                 fill_with_noise(model, device)
             else:
-                load_weights(model, checkpoint, device)
+                load_weights(model, checkpoint, device, set(range(spec.num_layers)) - set(spec.layers))
             phases.end("load weights")
             model.finish_loading()
         phases.end("pack weights")
 
-        parts = Assembly(model, spec, device, dtype, kv_dtype, backend, config)
+        rank_spec = spec.of_one_rank(parallel.tp.size)
+        parts = Assembly(model, rank_spec, device, dtype, kv_dtype, backend, config, parallel)
         with memory_for("a step", "lower max_num_batched_tokens or max_num_seqs"):
             size = parts.size()
         if device.type == "cuda":
@@ -140,6 +171,7 @@ class Worker:
             with memory_for("graphs", "lower gpu_memory_utilization, or give fewer cuda_graph_sizes"):
                 self._runner.capture(*sizes)
             phases.end("capture graphs")
+        forget_expert_loads(model)  # those of made-up steps
         log.info(
             "worker ready model=%s dtype=%s threads=%d blocks=%d gib=%.2f tokens=%d attention=%s (%s)",
             *(checkpoint.name, dtype_name, torch.get_num_threads()),
@@ -154,7 +186,7 @@ class Worker:
             num_blocks=size.num_blocks,
             block_groups=cache.windows,
             kv_capacity_tokens=size.capacity_tokens,
-            eos_ids=_eos_ids(checkpoint, spec),
+            eos_ids=_eos_ids(checkpoint, spec) if self.rank == 0 else (),  # whose facts are the gang's
             enable_prefix_caching=config.cache.enable_prefix_caching,
             dtype=dtype_name,
             device=device.type,

@@ -70,7 +70,18 @@ def test_variables_that_kubernetes_makes_for_a_service_are_not_settings() -> Non
         ({"cache": {"port": 1}}, {}, {}, "cache: unknown setting 'port'"),
         ({}, {"block_size": 0}, {}, "cache.block_size"),
         ({}, {"max_num_seqs": 9, "max_num_batched_tokens": 8}, {}, r"max_num_batched_tokens \(8\).*max_num_seqs \(9\)"),
-        ({}, {"tensor_parallel_size": 2}, {}, "tensor_parallel_size must be 1"),
+        (
+            *({}, {"pipeline_layers": (3, 4, 5), "pipeline_parallel_size": 2}, {}),
+            r"pipeline_layers \(3, 4, 5\).*pipeline_parallel_size \(2\)",
+        ),
+        ({}, {"pipeline_layers": "4,0", "pipeline_parallel_size": 2}, {}, r"pipeline_layers \(4, 0\).*positive"),
+        ({}, {"pipeline_layers": (4,)}, {"PAGEDRAY_PIPELINE_PARALLEL_SIZE": "3"}, r"pipeline_layers \(4\)"),
+        ({}, {"enable_expert_parallel": True}, {}, "enable_expert_parallel.*tensor_parallel_size is 1"),
+        (
+            *({}, {"data_parallel_size": 2, "num_engine_replicas": 3}, {}),
+            r"data_parallel_size \(2\) and num_engine_replicas \(3\)",
+        ),
+        ({}, {"pipeline_parallel_size": "two"}, {}, "worker.pipeline_parallel_size"),
         ({}, {"dtype": "float16"}, {}, "dtype float16 needs a GPU"),
         ({}, {"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype fp8 needs a GPU"),
         ({}, {"optimization_level": 4}, {}, "worker.optimization_level"),
@@ -118,6 +129,30 @@ def test_a_level_counts_however_it_is_spelt(spelling: object) -> None:
     assert (config.worker.optimization_level, config.scheduler.run_ahead, config.worker.cuda_graphs) == (0, 1, False)
 
 
+@pytest.mark.parametrize(
+    ("settings", "ahead"),
+    [
+        ({"pipeline_parallel_size": 2}, 3),
+        ({"pipeline_parallel_size": "4"}, 5),
+        ({"pipeline_parallel_size": 4, "run_ahead": 2}, 2),
+        ({"pipeline_parallel_size": 2, "optimization_level": 0}, 1),
+        ({"tensor_parallel_size": 4}, 2),
+        ({"pipeline_parallel_size": 2, "device": "cuda"}, 3),
+        ({"pipeline_parallel_size": 3, "device": "cuda"}, 4),
+        ({"tensor_parallel_size": 4, "device": "cuda"}, 3),
+    ],
+)
+def test_a_pipeline_has_a_step_more_in_flight_than_stages(settings: dict[str, object], ahead: int) -> None:
+    assert load_config(settings).scheduler.run_ahead == ahead
+
+
+def test_data_parallel_size_is_another_name() -> None:
+    for given in ({"data_parallel_size": 3}, {"data_parallel_size": "3", "num_engine_replicas": 3}):
+        config = load_config(given)
+        assert config.server.num_engine_replicas == 3
+        assert load_config(config.model_dump()) == config
+
+
 def test_a_level_is_told_with_what_came_of_it() -> None:
     def told(device: Device, num_graphs: int, **settings: object) -> str:
         config = load_config(overrides={"device": device, **settings})
@@ -126,6 +161,9 @@ def test_a_level_is_told_with_what_came_of_it() -> None:
 
     assert told("cpu", 0) == "-O2: 2 steps in flight"
     assert told("cuda", 35) == "-O2: 3 steps in flight, 35 CUDA graphs"
+    assert told("cpu", 0, pipeline_parallel_size=2) == "-O2: 3 steps in flight"
+    few = told("cpu", 0, pipeline_parallel_size=3, run_ahead=3)
+    assert few == "-O2: 3 steps in flight (run_ahead 4 would keep all 3 stages busy)"
     assert told("cuda", 0, optimization_level=0) == "-O0: 1 step in flight, no CUDA graphs"
 
 

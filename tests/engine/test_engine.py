@@ -5,12 +5,15 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from pagedray.engine.cache_log import short_hashes
 from pagedray.engine.config import Config, load_config
 from pagedray.engine.engine import Engine
 from pagedray.engine.errors import EngineDead, EngineUnavailable, Overloaded, UserError
 from pagedray.engine.executor import LocalExecutor
 from pagedray.engine.generation import GenerationParams, make_requests
 from pagedray.engine.messages import Request, RequestUpdate
+from pagedray.engine.metrics import EngineLoad
+from pagedray.engine.prefix_cache import hash_blocks
 from tests.fakes import FakeWorker, SlowFakeWorker, greedy
 
 
@@ -202,5 +205,60 @@ def test_draining_refuses_new_requests_and_ends_after_the_last() -> None:
             rig.engine.submit(rig.requests("b", [1], max_tokens=3))
         assert tokens((await rig.collect("a-0"))["a-0"]) == greedy([1], 3)
         await drained
+
+    with_engine(rig, body)
+
+
+def test_each_client_is_told_of_the_others_requests_and_of_the_cache() -> None:
+    rig = Rig(SlowFakeWorker, block_size=4)
+
+    async def body() -> None:
+        idle = await rig.engine.poll("idle", 0, 0.001)
+        assert idle.news is not None and idle.news.cache.starts_over
+        waiting = asyncio.ensure_future(rig.engine.poll("idle", idle.seq, 60.0))
+        (request,) = rig.requests("a", list(range(9)), max_tokens=30)
+        rig.engine.submit((request,))
+        told = await asyncio.wait_for(waiting, 5.0)  # at once, though nothing is for it
+        assert told.news is not None
+        assert (told.news.other_requests, told.news.other_tokens, told.updates) == (1, 9, ())
+        own = await rig.engine.poll("c", 0, 5.0)
+        assert own.news is not None
+        assert (own.news.other_requests, own.news.other_tokens, own.news.num_running) == (0, 0, 1)
+        assert own.news.kv_usage > 0
+        assert list(short_hashes(own.news.cache.added)) == [h[:8] for h in hash_blocks(range(9), 4)]
+        rig.engine.abort(["a-0"])
+        ended = await asyncio.wait_for(rig.engine.poll("idle", told.seq, 60.0), 5.0)
+        assert ended.news is not None and ended.news.other_requests == 0
+        assert not ended.news.cache.starts_over
+        both = told.news.cache.added + ended.news.cache.added
+        assert set(short_hashes(both)) >= {h[:8] for h in hash_blocks(range(9), 4)}
+
+    with_engine(rig, body)
+
+
+def test_every_client_hears_at_once_that_an_engine_drains() -> None:
+    rig = Rig(SlowFakeWorker)
+
+    async def body() -> None:
+        first = await rig.engine.poll("idle", 0, 0.001)
+        waiting = asyncio.ensure_future(rig.engine.poll("idle", first.seq, 60.0))
+        await asyncio.sleep(0)
+        await rig.engine.drain()
+        told = await asyncio.wait_for(waiting, 5.0)
+        assert first.news is not None and told.news is not None
+        assert (first.news.is_draining, told.news.is_draining) == (False, True)
+
+    with_engine(rig, body)
+
+
+def test_load_counts_what_waits_and_what_the_cache_holds() -> None:
+    rig = Rig(SlowFakeWorker, max_num_seqs=2)
+    assert rig.engine.load() == EngineLoad(0.0, 0.0)
+    rig.engine.submit(rig.requests("a", [1] * 8, n=5, max_tokens=4, seed=1))
+    assert rig.engine.load() == EngineLoad(5 / 2, 5 * 8 / 4 / 64)
+
+    async def body() -> None:
+        await rig.collect(*(f"a-{i}" for i in range(5)))
+        assert rig.engine.load() == EngineLoad(0.0, 0.0)
 
     with_engine(rig, body)

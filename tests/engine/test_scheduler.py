@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -757,3 +759,70 @@ def test_the_check_notices_a_lost_block_and_a_lost_row():
     sched.running[0].row = 3
     with pytest.raises(AssertionError, match="row"):
         sched.check_invariants()
+
+
+# A pipeline: decoding sequences take turns
+
+
+def turns(names: str, num_turns: int, num_steps: int) -> list[str]:
+    """Who decodes in each step, with one more step in flight than turns."""
+    sched = make_scheduler(num_turns=num_turns, num_blocks=500)
+    add(sched, *(request(name, max_tokens=100) for name in names))
+    in_flight: deque[SchedulerOutput] = deque()
+    decoding: list[str] = []
+    while len(decoding) < num_steps:
+        out = sched.schedule(0.0) if len(in_flight) <= num_turns else None
+        if out is None:
+            done = in_flight.popleft()
+            sched.commit(RunnerOutput(done.step, tuple(7 if seq.samples else -1 for seq in done.scheduled)), 0.0)
+            sched.check_invariants()
+        else:
+            in_flight.append(out)
+            decoding.append("".join(seq.seq_id for seq in out.scheduled if seq.start >= 4))
+    return decoding[2:]  # the first steps have prompts
+
+
+@pytest.mark.parametrize(
+    ("names", "num_turns", "expected"),
+    [
+        ("abcd", 1, ["abcd"] * 4),
+        ("abcd", 2, ["ab", "cd"] * 2),
+        ("abcde", 2, ["abc", "de"] * 2),
+        ("abcdef", 3, ["ab", "cd", "ef"] * 2),
+        ("a", 3, ["a"] * 4),  # it waits for itself alone
+        ("ab", 3, ["a", "b"] * 2),
+    ],
+)
+def test_a_sequence_decodes_in_one_step_of_so_many(names: str, num_turns: int, expected: list[str]) -> None:
+    found = turns(names, num_turns, 2 * num_turns + len(expected) + 2)
+    begin = next(i for i in range(len(found)) if found[i] == expected[0])
+    assert found[begin : begin + len(expected)] == expected, found
+
+
+def test_prompts_do_not_wait_for_a_turn() -> None:
+    sched = make_scheduler(num_turns=2, max_tokens_per_step=8)
+    add(sched, request("a"), request("b", 40))
+    chunks = [[seq.num_tokens for seq in out.scheduled if seq.seq_id == "b"] for out in iter_plans(sched, 4)]
+    assert all(len(chunk) == 1 for chunk in chunks)
+
+
+def iter_plans(sched: Scheduler, number: int) -> Iterator[SchedulerOutput]:
+    for _ in range(number):
+        out = sched.schedule(0.0)
+        assert out is not None
+        yield out
+
+
+def test_others_go_on_while_those_whose_turn_it_is_lack_blocks() -> None:
+    """Two sequences that together need more blocks than there are, and no step in flight to wait for."""
+    sched = make_scheduler(num_turns=2, num_blocks=4, block_size=4, caching=False)
+    add(sched, request("a", 4, max_tokens=9), request("b", 4, max_tokens=9))
+    ended: dict[str, str] = {}
+    for _ in range(40):
+        out = sched.schedule(0.0)
+        assert out is not None, "nothing is in flight, so something must be planned"
+        tokens = tuple(7 if seq.samples else -1 for seq in out.scheduled)
+        ended |= ends(sched.commit(RunnerOutput(out.step, tokens), 0.0))
+        if len(ended) == 2:
+            break
+    assert ended == {"a": "length", "b": "length"}

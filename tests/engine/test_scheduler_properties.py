@@ -93,6 +93,7 @@ class Simulation:
                 prefill_chunk_tokens=chunk,
                 max_queued_requests=40 if tight else rng.choice((5, 40)),
                 max_queued_tokens=400,
+                num_turns=rng.choice((1, 1, 2, 3)),
             ),
             block_size=block_size,
             num_blocks=num_blocks,

@@ -13,12 +13,16 @@ from pagedray.engine.messages import NewSeq, RunnerOutput, SamplingParams, Sched
 from pagedray.engine.models.parse import model_spec
 from pagedray.engine.models.registry import Model, build_model
 from pagedray.engine.models.spec import ModelSpec
+from pagedray.engine.models.stages import stage_spec
+from pagedray.engine.worker.attention.cpu_backend import CpuAttention
 from pagedray.engine.worker.attention.flashinfer_backend import FlashInferAttention
 from pagedray.engine.worker.attention.torch_backend import TorchAttention
 from pagedray.engine.worker.attention.triton_backend import TritonAttention
 from pagedray.engine.worker.kv_cache import KVCache
+from pagedray.engine.worker.parallel import ALONE, Parallel
 from pagedray.engine.worker.row_state import RowState
 from pagedray.engine.worker.runner import ModelRunner
+from pagedray.engine.worker.stage import OnlyStage, PipelineStage
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE = 800, 4
@@ -114,12 +118,16 @@ def spec_of(reference: Any) -> ModelSpec:
     return model_spec(Checkpoint("tiny", Path("tiny"), "safetensors", config, {}))
 
 
-def our_model(reference: Any, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Model:
-    model = build_model(spec_of(reference), dtype, device)
+def our_model(
+    reference: Any, dtype: torch.dtype = torch.float32, device: torch.device = CPU, parallel: Parallel = ALONE
+) -> Model:
+    """This stage's part of it."""
+    spec = stage_spec(spec_of(reference), parallel.pp.rank, parallel.pp.size)
+    model = build_model(spec, dtype, device, parallel)
     stored = reference.state_dict()
     with torch.no_grad():
         for name, slot in model.weight_slots().items():
-            slot.copy_(stored[name])
+            slot.tensor.copy_(stored[name][slot.index])
     model.finish_loading()
     return model
 
@@ -132,18 +140,23 @@ def make_runner(
     backend: str = "torch",
     device: torch.device = CPU,
     kv_dtype: torch.dtype | None = None,
+    parallel: Parallel = ALONE,
 ) -> ModelRunner:
-    spec = spec_of(reference)
+    spec = stage_spec(spec_of(reference), parallel.pp.rank, parallel.pp.size)
     cache = KVCache(spec, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, device)
     rows = RowState(num_rows, len(cache.windows), -(-spec.max_context // BLOCK_SIZE), device)
-    attention: TorchAttention | TritonAttention | FlashInferAttention
+    attention: CpuAttention | TorchAttention | TritonAttention | FlashInferAttention
     if backend == "torch":
         attention = TorchAttention(cache, rows)
+    elif backend == "cpu":
+        attention = CpuAttention(cache, rows, spec.num_heads)
     elif backend == "triton":
         attention = TritonAttention(cache, rows, spec.num_heads, dtype, 1.0, num_sms=8)
     else:
         attention = FlashInferAttention(cache, rows, spec, dtype, 1.0)
-    return ModelRunner(our_model(reference, dtype, device), cache, rows, attention, spec.vocab_size)
+    stage = PipelineStage(parallel, rows.last_token, spec.hidden, dtype) if parallel.pp.size > 1 else OnlyStage()
+    model = our_model(reference, dtype, device, parallel)
+    return ModelRunner(model, cache, rows, attention, spec.vocab_size, stage)
 
 
 @torch.no_grad()

@@ -54,7 +54,13 @@ def test_facts_and_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()  # a second passes whenever somebody looks
     monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     told: list[tuple[str, float]] = []
-    worker = make_worker("gemma3", max_num_seqs=2, served_model_name=("one", "two"), enable_prefix_caching=False)
+    worker = make_worker(
+        "gemma3",
+        max_num_seqs=2,
+        served_model_name=("one", "two"),
+        enable_prefix_caching=False,
+        attention_backend="torch",
+    )
     facts = worker.load(lambda name, seconds: told.append((name, seconds)))
     worker.close()
     assert facts.model_names == ("one", "two")
@@ -66,6 +72,7 @@ def test_facts_and_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (facts.dtype, facts.device, facts.attention_backend) == ("float32", "cpu", "torch")
     assert facts.attention_backend_reason
     assert facts.start_phases == tuple(told)
+    told = [phase for phase in told if phase[0] != "compile kernels"]  # the first start on a machine
     names = ["read configuration", "load weights", "pack weights", "allocate kv cache", "warm up"]
     assert told == [(name, 1.0) for name in names]
 
@@ -174,6 +181,22 @@ def test_an_error_in_a_step_surfaces_and_stops_the_worker(worker: Worker, monkey
             worker.result(1)
     with pytest.raises(EngineDead, match="out of something"):
         worker.result(2)
+
+
+def test_loads_of_experts_are_those_of_the_steps() -> None:
+    """Two of eight experts a token; behind the last layer's attention only the sampled one goes on."""
+    worker = make_worker("mixtral")
+    worker.load()
+    assert worker.expert_loads() == ((0,) * 8,) * 3
+    worker.submit(first_step())
+    assert [sum(layer) for layer in worker.expert_loads()] == [6, 6, 2]
+    worker.submit(decode_step(1))
+    assert [sum(layer) for layer in worker.expert_loads()] == [8, 8, 4]
+    worker.close()
+
+
+def test_a_dense_model_has_no_loads(worker: Worker) -> None:
+    assert worker.expert_loads() == ()
 
 
 def test_close_ends_the_thread_and_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
