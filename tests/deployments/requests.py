@@ -23,7 +23,8 @@ def expected(num_tokens: int, prompt: str = PROMPT) -> str:
 
 
 def complete(served: Served, num_tokens: int, prompt: str = PROMPT) -> str:
-    return client(served).completions.create(model="fake", prompt=prompt, max_tokens=num_tokens).choices[0].text
+    with client(served) as api:
+        return api.completions.create(model="fake", prompt=prompt, max_tokens=num_tokens).choices[0].text
 
 
 class Stream(threading.Thread):
@@ -38,13 +39,12 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         try:
-            stream = client(self._served).completions.create(
-                model="fake", prompt=PROMPT, max_tokens=self.num_tokens, stream=True
-            )
-            for chunk in stream:
-                self.text += chunk.choices[0].text
-                if chunk.choices[0].finish_reason:
-                    self.finish_reasons.append(chunk.choices[0].finish_reason)
+            with client(self._served) as api:
+                create = api.completions.create
+                for chunk in create(model="fake", prompt=PROMPT, max_tokens=self.num_tokens, stream=True):
+                    self.text += chunk.choices[0].text
+                    if chunk.choices[0].finish_reason:
+                        self.finish_reasons.append(chunk.choices[0].finish_reason)
         except Exception as error:
             self.error = error
 

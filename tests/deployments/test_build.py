@@ -10,7 +10,7 @@ import pytest
 import yaml
 from ray.serve import Application
 
-from pagedray.deployments.build import build, bundles, num_cpus, num_gpus
+from pagedray.deployments.build import build, bundles, num_cpus, num_gpus, strategy
 from pagedray.deployments.devices import device_here, device_of_cluster
 from pagedray.engine.config import load_config
 from pagedray.engine.errors import ConfigError
@@ -42,6 +42,14 @@ def test_the_shipped_file_is_valid_and_shows_defaults() -> None:
     assert application["import_path"] == "pagedray.deployments:build"
     assert load_config(application["args"]) == load_config()
     assert isinstance(build(application["args"]), Application)
+
+
+def test_the_ranks_of_a_stage_share_a_bundle() -> None:
+    assert strategy(load_config()) == strategy(load_config({"tensor_parallel_size": 4})) == "STRICT_PACK"
+    config = load_config({"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "device": "cuda"})
+    assert bundles(config) == [{"CPU": 0.5}, {"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 4.0}]
+    assert strategy(config) == "PACK"
+    assert num_gpus(config) == 8
 
 
 def test_each_worker_has_a_bundle() -> None:

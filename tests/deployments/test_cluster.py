@@ -17,7 +17,9 @@ import ray
 
 from pagedray.deployments.build import APP
 from pagedray.deployments.directory import Directory
+from pagedray.deployments.place import Place
 from pagedray.engine.config import load_config
+from pagedray.engine.messages import decode
 from tests.deployments.requests import PROMPT, Stream, client, complete, expected, metric
 from tests.deployments.served import REBUILD_S, Served, wait_for
 
@@ -43,16 +45,20 @@ MARGIN_S = 5.0  # for a machine that is busy with other things
 class Cluster:
     """The server's actors, seen as a second driver of its Ray."""
 
-    def __init__(self, served: Served):
+    def __init__(self, served: Served, num_ranks: int = 1):
         served.join_ray()
-        self.served = served
+        self.served, self.num_ranks = served, num_ranks
         self.directory = Directory(APP, load_config().model)
 
     def engine_id(self) -> str:
         return wait_for(lambda: next(iter(self.directory.find("scheduler")), ""), "engine", REBUILD_S)
 
+    def place(self, role: Any, rank: int = 0) -> Place:
+        actor = self.directory.find(role, rank)[self.engine_id()]
+        return decode(Place, ray.get(actor.place.remote(), timeout=60))
+
     def pid(self, role: Any) -> int:
-        return ray.get(self.directory.find(role)[self.engine_id()].pid.remote(), timeout=60)
+        return self.place(role).pid
 
     def living(self) -> dict[str, int]:
         """Actors of an engine that live, by class, and placement groups that exist."""
@@ -67,7 +73,12 @@ class Cluster:
 
     def wait_for_successor(self, engine_id: str) -> str:
         """The engine that came after `engine_id`, once nothing but it is there."""
-        one_each = {"WorkerActor": 1, "SchedulerActor": 1, "ServeReplica:default:EngineReplica": 1, "groups": 1}
+        one_each = {
+            "WorkerActor": self.num_ranks,
+            "SchedulerActor": 1,
+            "ServeReplica:default:EngineReplica": 1,
+            "groups": 1,
+        }
         wait_for(
             lambda: engine_id not in self.directory.find("scheduler") and self.living() == one_each,
             "successor",
@@ -76,17 +87,20 @@ class Cluster:
         )
         return self.engine_id()
 
-    def noticed_s(self, engine_id: str) -> float:
-        """When the replica wrote that this engine failed, wall clock."""
+    def failure(self, engine_id: str) -> tuple[str, str]:
+        """When the replica wrote that this engine failed, and why."""
 
-        def line() -> str | None:
+        def line() -> tuple[str, str] | None:
             files = (self.served.ray_tmpdir / "ray" / "session_latest" / "logs" / "serve").glob("*EngineReplica*.log")
             text = "".join(file.read_text() for file in files)
-            found = re.search(rf"ERROR (\S+ \S+) .*engine failed.*engine_id={engine_id}", text)
-            return found and found[1]
+            found = re.search(rf"ERROR (\S+ \S+) .*engine failed.*engine_id={engine_id} reason=(.*)", text)
+            return found and (found[1], found[2])
 
-        stamp = wait_for(line, f"log line about engine {engine_id}", REBUILD_S, lambda: self.served.output)
-        seconds, milliseconds = stamp.split(",")
+        return wait_for(line, f"log line about engine {engine_id}", REBUILD_S, lambda: self.served.output)
+
+    def noticed_s(self, engine_id: str) -> float:
+        """When the replica wrote that this engine failed, wall clock."""
+        seconds, milliseconds = self.failure(engine_id)[0].split(",")
         return time.mktime(time.strptime(seconds, "%Y-%m-%d %H:%M:%S")) + int(milliseconds) / 1000
 
 
@@ -211,10 +225,10 @@ def test_a_killed_ingress_leaves_the_other(served: Served, cluster: Cluster) -> 
     ingresses = [p for p in served.left_over() if "Ingress" in p.command]
     assert len(ingresses) == 2
     ingresses[0].kill()
-    wait_for(lambda: _succeeds(lambda: complete(served, 5) == expected(5)), "an answer", 60)
+    wait_for(lambda: succeeds(lambda: complete(served, 5) == expected(5)), "an answer", 60)
 
 
-def _succeeds(action: Callable[[], bool]) -> bool:
+def succeeds(action: Callable[[], bool]) -> bool:
     try:
         return action()
     except openai.APIError:

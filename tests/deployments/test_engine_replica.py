@@ -13,6 +13,7 @@ from pagedray.deployments import engine_replica
 from pagedray.deployments.engine_replica import MOVES, EngineReplica, State
 from pagedray.engine.config import load_config
 from pagedray.engine.errors import ConfigError, EngineDead
+from pagedray.engine.metrics import EngineLoad
 from tests.deployments.test_gang import Steps
 
 
@@ -27,6 +28,7 @@ class Unit:
         self.made.append(self)
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.log: list[str] = []
+        self.load: EngineLoad | None = None
 
     async def start(self) -> Any:
         error = self.starts.pop(0) if self.starts else None
@@ -115,3 +117,17 @@ async def test_stopping_drains_then_kills() -> None:
 def test_every_state_leads_to_an_end() -> None:
     assert set(MOVES) == set(State)
     assert all(State.STOPPING in moves for state, moves in MOVES.items() if state is not State.STOPPING)
+
+
+async def test_serve_hears_the_load_of_an_engine_that_runs() -> None:
+    made = await replica()
+    assert made.record_autoscaling_stats() == {}, "the engine has not told yet"
+    Unit.made[0].load = EngineLoad(1.5, 0.25)
+    assert made.record_autoscaling_stats() == {"batch": 1.5, "kv": 0.25}
+    Unit.starts = [EngineDead("again")] * 2
+    Unit.made[0].failure.set_result("gone")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert made._state is not State.RUNNING
+    assert made.record_autoscaling_stats() == {}
+    await made.__del__()
