@@ -328,8 +328,8 @@ class NcclWire:
         self._nccl = _import_nccl()
         self._rank, self._size, self._called = rank, size, called
         if rank == 0:
-            store.set("id", " ".join(map(str, self._nccl.get_unique_id())))
-        identity = tuple(map(int, store.get("id").split()))
+            store.set("id", self._nccl.get_unique_id().hex())
+        identity = bytes.fromhex(store.get("id").decode())
         torch.cuda.init()
         self._peers = self._named("the start", lambda: self._nccl.NcclCommunicator(size, identity, rank))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -31,7 +31,13 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         address = _receive(pipes[0], "rank 0's address")
         for pipe in pipes[1:]:
             pipe.send(address)
-        return [_receive(pipe, f"rank {rank}") for rank, pipe in enumerate(pipes)]
+        found: dict[int, Any] = {}
+        while len(found) < size:  # whoever fails first is told of: others may wait for it for ever
+            left = [pipe for rank, pipe in enumerate(pipes) if rank not in found]
+            ready = [pipes.index(pipe) for pipe in wait(left, LIMIT_S)]
+            assert ready, f"nothing came within {LIMIT_S:g} s from {size - len(found)} of {size} ranks"
+            found |= {rank: _receive(pipes[rank], f"rank {rank}") for rank in ready}
+        return [found[rank] for rank in range(size)]
     finally:
         for process in processes:
             process.kill()
