@@ -1,7 +1,8 @@
 """Rank 0's connections to the other ranks of its gang: plans go out; results, errors and answers to pings come back.
 
 Plain TCP beside the tensors' transport, so that a rank may wait for its next plan as long as it takes, and is heard at
-any time. A rank that dies is an end of file at once. Who connects must know the listener's token.
+any time. A process that dies is an end of file at once, a machine that does within seconds. Who connects must know the
+listener's token.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from pagedray.engine.errors import ConfigError, EngineDead
 from pagedray.engine.messages import decode, encode
 
 HELLO_S = 5.0  # for who connects to say who it is
+MAX_HELLO_BYTES = 4096
+MAX_BODY_BYTES = 2**32 - 1
+SEND_S = 10.0  # for a rank that reads nothing to make room for a message
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))  # seconds, seconds, probes
 PATIENCE_S = 0.5  # for the first cause to be heard once a rank has only lost its peers
-KEPT_RESULTS = 100  # more than steps may be in flight
+KEPT_RESULTS = 100  # more than run_ahead allows to be in flight
 CHECK_S = 0.2
 
 _HEAD = struct.Struct("<IB")  # bytes of the body, kind
@@ -35,7 +40,7 @@ _STEP = struct.Struct("<q")
 class PeersLost(EngineDead):
     """A rank can't go on because another one died or did not come: never the first cause.
 
-    It stays within its process, where whoever asked for a step hears of the other rank instead.
+    Who waits for several ranks prefers any other one's error to it.
     """
 
 
@@ -102,7 +107,7 @@ class Listener:
                         continue
                     missing = ", ".join(str(rank) for rank in range(1, size) if rank not in links)
                     raise EngineDead(f"rank {missing} has not come within {timeout_s:g} s") from None
-                hello = self._greet(connection)
+                hello = self._greet(connection, min(time.monotonic() + HELLO_S, deadline_s))
                 if hello is None or not 0 < hello.rank < size or hello.rank in links:
                     connection.close()
                     continue
@@ -118,16 +123,16 @@ class Listener:
     def close(self) -> None:
         self._socket.close()
 
-    def _greet(self, connection: socket.socket) -> _Hello | None:
-        """Who connects; None for a stranger."""
-        connection.settimeout(HELLO_S)
+    def _greet(self, connection: socket.socket, deadline_s: float) -> _Hello | None:
+        """Who connects; None for a stranger, who gets neither much memory nor much time."""
         try:
-            kind, body = _receive(connection)
+            kind, body = _receive(connection, MAX_HELLO_BYTES, deadline_s)
             hello = decode(_Hello, body)
         except (OSError, EOFError, msgspec.DecodeError):
             return None
         connection.settimeout(None)
-        return hello if kind == _Kind.HELLO and hmac.compare_digest(hello.token, self._token) else None
+        is_known = hmac.compare_digest(hello.token.encode(), self._token.encode())
+        return hello if kind == _Kind.HELLO and is_known else None
 
 
 class Lead:
@@ -150,6 +155,7 @@ class Lead:
         self._ready: set[int] = set()
         self._arrived: set[int] = set()
         self._heard = threading.Condition()
+        self._asking = threading.Lock()
         self._closed = False
         self._reader = threading.Thread(target=self._read, name="pagedray-gang", daemon=True)
         self._reader.start()
@@ -184,13 +190,14 @@ class Lead:
             return self._results[step]
 
     def silent_ranks(self, timeout_s: float) -> list[str]:
-        """Ask all ranks whether they live; names of those that don't answer. One caller at a time."""
-        with self._heard:
-            self._pongs.clear()
-        self._tell_all(_Kind.PING, b"")
-        with self._heard:
-            self._heard.wait_for(lambda: len(self._pongs) == len(self._links), timeout_s)
-            return [link.name for rank, link in self._links.items() if rank not in self._pongs]
+        """Ask all ranks whether they live; names of those that don't answer."""
+        with self._asking:
+            with self._heard:
+                self._pongs.clear()
+            self._tell_all(_Kind.PING, b"")
+            with self._heard:
+                self._heard.wait_for(lambda: len(self._pongs) == len(self._links), timeout_s)
+                return [link.name for rank, link in self._links.items() if rank not in self._pongs]
 
     def close(self) -> None:
         """Let the other ranks go: their next plan is an end of file."""
@@ -204,8 +211,13 @@ class Lead:
     def _tell_all(self, kind: _Kind, body: bytes) -> None:
         frame = _HEAD.pack(len(body), kind) + body
         for link in self._links.values():
-            with contextlib.suppress(OSError):  # it died; the reader says so
+            try:
                 link.send(frame)
+            except BlockingIOError:  # it may have got half a frame: nothing can be said to it any more
+                link.end = f"has taken no message for {SEND_S:g} s"
+                link.close()
+            except OSError:
+                link.close()  # it died; the reader says so
 
     def _read(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -220,7 +232,12 @@ class Lead:
                     except (OSError, EOFError):
                         selector.unregister(key.fileobj)
                         if not self._closed:
-                            self._fail(EngineDead(f"{link.name} died"))
+                            self._fail(EngineDead(f"{link.name} {link.end}"))
+                    except Exception as error:
+                        selector.unregister(key.fileobj)
+                        link.close()
+                        what = f"{type(error).__name__}: {error}"
+                        self._fail(EngineDead(f"{link.name} sent what can't be read: {what}"))
             for link in self._links.values():
                 link.socket.close()
 
@@ -355,7 +372,12 @@ class _Link:
 
     def __init__(self, connection: socket.socket, name: str):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self.socket, self.name = connection, name
+        self.end = "died"  # what happened to the other side, once it is gone
         self._turn = threading.Lock()
 
     def send(self, frame: bytes) -> None:
@@ -368,18 +390,35 @@ class _Link:
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
-def _receive(connection: socket.socket) -> tuple[int, bytes]:
-    """Kind and body of the next frame. Raises: EOFError when the other side is gone."""
-    size, kind = _HEAD.unpack(_receive_exactly(connection, _HEAD.size))
-    return kind, bytes(_receive_exactly(connection, size))
+def _receive(
+    connection: socket.socket, most: int = MAX_BODY_BYTES, deadline_s: float | None = None
+) -> tuple[int, bytes]:
+    """Kind and body of the next frame.
+
+    Args:
+        most: bytes of a body.
+        deadline_s: monotonic clock; None: as long as it takes.
+
+    Raises:
+        EOFError: the other side is gone, or begins a frame that is too long.
+        TimeoutError: the deadline passed.
+    """
+    size, kind = _HEAD.unpack(_receive_exactly(connection, _HEAD.size, deadline_s))
+    if size > most:
+        raise EOFError
+    return kind, bytes(_receive_exactly(connection, size, deadline_s))
 
 
-def _receive_exactly(connection: socket.socket, size: int) -> bytearray:
+def _receive_exactly(connection: socket.socket, size: int, deadline_s: float | None) -> bytearray:
     data = bytearray(size)
     view, got = memoryview(data), 0
     while got < size:
+        if deadline_s is not None:
+            connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
         count = connection.recv_into(view[got:])
         if count == 0:
             raise EOFError
         got += count
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            raise TimeoutError
     return data

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pagedray.engine.worker.parallel import Parallel
 
 STUCK_S = 2.0  # for a rank to answer that its process runs, while a step takes too long
+LAST_STEPS_S = 5.0  # for the steps in flight when a gang is closed
 LAST_WORDS_S = 1.0  # for rank 0's own error, which says more than another rank's report of the same
 
 T = TypeVar("T")
@@ -144,7 +145,9 @@ class LeadWorker:
         if self._gave_up or self._lead.failure.done():
             self._worker.abort()
         self._worker.close()
+        wait(list(self._outcomes.values()), LAST_STEPS_S)  # on a GPU they need the other ranks, who leave once told
         self._lead.close()
+        self._worker.abort()  # what still waits, waits for ranks that are gone
         self._waiter.shutdown(wait=True, cancel_futures=True)
 
     def _outcome(self, step: int) -> RunnerOutput:

@@ -103,7 +103,8 @@ class SpawnedGang:
             process_group=0,  # Ctrl-C is this process's to handle
         )
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(_Task(self._config.model_dump_json(), rank, address, name)) + b"\n")
+        config = self._config.model_dump_json(exclude_unset=True)  # which fields were given counts too
+        process.stdin.write(msgspec.json.encode(_Task(config, rank, address, name)) + b"\n")
         process.stdin.flush()
         return process
 

@@ -18,7 +18,9 @@ _FEW = (1, 2, 4, 8, 16)  # numbers of rows that kernels for few of them are comp
 
 
 class MadeUpSteps:
-    """
+    """Their numbers rise, and all lie below those of real steps: `PipelineStage` takes sampled ids in order of number,
+    and those of made-up steps may still be on their way when the first real step comes.
+
     Args:
         size: of the cache. Blocks are used several times over: values don't matter, and nobody looks for them later.
         num_groups: block groups.

@@ -170,3 +170,11 @@ def test_a_level_is_told_with_what_came_of_it() -> None:
 def test_field_names_are_unique_over_the_tree() -> None:
     names = [name for leaf in leaves().values() for name in leaf.model_fields]
     assert len(names) == len(set(names))
+
+
+def test_it_survives_its_own_json_with_the_fields_that_were_given() -> None:
+    """Ranks in other processes get it that way, and what was given counts beside what it is."""
+    config = load_config(overrides={"tensor_parallel_size": 2, "min_replicas": 1, "optimization_level": 1})
+    again = Config.model_validate_json(config.model_dump_json(exclude_unset=True))
+    assert again == config
+    assert again.server.model_fields_set == config.server.model_fields_set

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -133,16 +134,19 @@ def test_strangers_and_twins_stay_outside(monkeypatch: pytest.MonkeyPatch) -> No
     noisy = socket.create_connection((host, int(port)))
     noisy.sendall(b"GET / HTTP/1.1\r\n\r\n")
     guesser = join(listener, 1, f"{host} {port} {'0' * len(token)}")
+    foreigner = join(listener, 1, f"{host} {port} é")
+    greedy = socket.create_connection((host, int(port)))
+    greedy.sendall(b"\xff\xff\xff\xff\x00")  # the head of a message of 4 GiB
     real, twin, beyond = join(listener, 1), join(listener, 1), join(listener, 3)
     last = join(listener, 2)
     lead = listener.accept(3, LIMIT_S)
     assert share(lead, real, last) == [b"a value"] * 3
-    for outsider in (guesser, twin, beyond):
+    for outsider in (guesser, foreigner, twin, beyond):
         with pytest.raises(EngineDead, match="lost rank 0"):
             outsider.share(None)
         outsider.close()
     lead.close()
-    for one in (silent, noisy, real, last):
+    for one in (silent, noisy, greedy, real, last):
         one.close()
 
 
@@ -173,3 +177,44 @@ def test_waiting_for_ranks_ends_when_it_is_of_no_use() -> None:
 
     with pytest.raises(EngineDead, match="is gone"):
         listener.accept(2, LIMIT_S, check)
+
+
+def test_a_stranger_who_says_little_by_little_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "HELLO_S", 0.2)
+    listener = Listener(HOST)
+    host, port, _ = listener.address.split()
+    stranger = socket.create_connection((host, int(port)))
+    ended = threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(0.05):
+            with contextlib.suppress(OSError):
+                stranger.send(b"\x00")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    member = join(listener, 1)
+    try:
+        listener.accept(2, LIMIT_S).close()
+    finally:
+        ended.set()
+        thread.join()
+        stranger.close()
+        member.close()
+
+
+def test_a_message_of_no_known_kind_fails_its_sender(gang: tuple[Lead, Member, Member]) -> None:
+    lead, one, _ = gang
+    one._link.send(control._HEAD.pack(0, 99))
+    assert str(cause(lead)).startswith("rank 1 on place 1 sent what can't be read: ValueError")
+
+
+def test_a_rank_that_takes_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SEND_S", 1.0)
+    listener = Listener(HOST)
+    member = join(listener, 1)  # which reads nothing
+    lead = listener.accept(2, LIMIT_S)
+    lead.plan(0, bytes(64 * 2**20))
+    assert str(cause(lead)) == "rank 1 on place 1 has taken no message for 1 s"
+    lead.close()
+    member.close()
