@@ -22,6 +22,8 @@ from pagedray.deployments.proxy import Listener, end_haproxy, listener
 from pagedray.engine.checkpoint import open_checkpoint
 from pagedray.engine.config import Config, Device, leaves, load_config
 from pagedray.engine.errors import PagedrayError
+from pagedray.engine.models.parse import model_spec
+from pagedray.engine.models.stages import check_ranks
 
 TITLES = {
     "model": "model",
@@ -117,7 +119,9 @@ def serve(config: Config, ray_address: str | None, begun_s: float) -> None:
     with tempfile.TemporaryDirectory(prefix="pr-", dir="/tmp") as folder:
         if ray_address is None:
             leaf = config.model
-            open_checkpoint(leaf.model, leaf.revision, leaf.needs_weights)  # a wrong name is found before all else
+            checkpoint = open_checkpoint(leaf.model, leaf.revision, leaf.needs_weights)
+            if config.worker.num_ranks > 1:  # what can't be is found before all else
+                check_ranks(model_spec(checkpoint), config.worker)
             listen, trouble = listener(config.server, Path(folder))
             if trouble is not None:
                 phases.say(f"HAProxy can't run here, so Serve's slower proxy in Python serves HTTP: {trouble}")

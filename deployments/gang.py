@@ -43,12 +43,12 @@ class Gang:
         self, config: Config, placement: PlacementGroup, directory: Directory, engine_id: str, worker_class: str
     ):
         layout = Layout(config.worker.tensor_parallel_size, config.worker.pipeline_parallel_size)
+        # Ray takes concurrency groups here alone, not in options(); its types don't know them.
+        actor_class: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor)  # type: ignore[call-overload]
         self.ranks: list[Child] = []
         for rank in range(layout.size):
             index = 1 + layout.stage(rank)
             bundle = placement.bundle_specs[index]
-            # Ray takes concurrency groups here alone, not in options(); its types don't know them.
-            actor_class: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor)  # type: ignore[call-overload]
             handle: Actor = actor_class.options(
                 name=directory.name("worker", engine_id, rank),
                 namespace=directory.namespace,

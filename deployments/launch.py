@@ -182,6 +182,8 @@ class Launch:
         curl = f"curl {self._url}{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
         say = self._phases.say
         say(f"model      {facts.model_names[0]}, {facts.dtype} on {facts.device}")
+        if ranks := describe_ranks(self._config):
+            say(f"engines    {ranks}")
         blocks = f"{facts.num_blocks:,} blocks of {facts.block_size} tokens, {int(full * facts.max_model_len):,} tokens"
         say(f"KV cache   {blocks}: {full:.1f} sequences of full length ({facts.max_model_len:,} tokens) at once")
         say(f"attention  {facts.attention_backend}: {facts.attention_backend_reason}")
@@ -245,6 +247,19 @@ def _our_ray_died() -> bool:
     if died:
         node.kill_all_processes(check_alive=False)
     return died
+
+
+def describe_ranks(config: Config) -> str:
+    """How many engines of how many ranks there are; empty for one of one."""
+    worker, server = config.worker, config.server
+    fewest, most = server.fewest_engines, server.most_engines
+    if worker.num_ranks == 1 and most == 1 and not server.scales:
+        return ""
+    number = str(fewest) if fewest == most else f"{fewest} to {most}, by load,"
+    return (
+        f"{number} of {worker.num_ranks} rank{'s' * (worker.num_ranks > 1)} "
+        f"(tensor parallel {worker.tensor_parallel_size} x pipeline stages {worker.pipeline_parallel_size})"
+    )
 
 
 def blocks_per_sequence(facts: EngineFacts) -> int:

@@ -62,7 +62,7 @@ def idle_workers(config: Config, num_cores: int) -> int:
     The latter wait for an engine that is rebuilt. With Ray's own choice, one a core, large machines start hundreds.
     """
     server, worker = config.server, config.worker
-    gang = 1 + worker.tensor_parallel_size * worker.pipeline_parallel_size  # the scheduler and each rank
+    gang = 1 + worker.num_ranks  # the scheduler and each rank
     proxies = FALLBACK_PROXY_PROCESSES if server.haproxy else 0
     engines = max(1, server.fewest_engines) * (1 + gang)  # each with its replica
     needed = SERVE_PROCESSES + proxies + server.num_ingress_replicas + engines

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import select
 import signal
-from pathlib import Path
 
 import msgspec
 import ray
 from ray.util import get_node_ip_address
+
+from pagedray.deployments.process_start import began_ticks
 
 EXIT_TIMEOUT_S = 30.0  # for the kernel to take down a killed one; unmapping a large model takes seconds
 
@@ -18,7 +19,7 @@ class Place(msgspec.Struct, frozen=True):
     node_id: str
     host: str  # the node's address
     pid: int
-    began: str  # when the process did, in the kernel's ticks: a pid is used again, the pair isn't
+    began: int  # when the process did, in the kernel's ticks: a pid is used again, the pair isn't
 
     def __str__(self) -> str:
         return f"{self.host} (node {self.node_id[:8]})"
@@ -26,7 +27,7 @@ class Place(msgspec.Struct, frozen=True):
 
 def place_of_this_process() -> Place:
     pid = os.getpid()
-    return Place(ray.get_runtime_context().get_node_id(), address_of_this_node(), pid, _began(pid))
+    return Place(ray.get_runtime_context().get_node_id(), address_of_this_node(), pid, began_ticks(pid))
 
 
 def address_of_this_node() -> str:
@@ -45,7 +46,7 @@ class LocalProcess:
     def __init__(self, place: Place):
         self._descriptor = os.pidfd_open(place.pid)
         try:
-            if _began(place.pid) != place.began:
+            if began_ticks(place.pid) != place.began:
                 raise ProcessLookupError(place.pid)
         except BaseException:
             os.close(self._descriptor)
@@ -76,11 +77,3 @@ def kill_process(place: Place, grace_s: float) -> None:
             process.kill()
     finally:
         process.close()
-
-
-def _began(pid: int) -> str:
-    """Field 22 of the kernel's account of a process. Raises: ProcessLookupError, it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except FileNotFoundError:
-        raise ProcessLookupError(pid) from None

@@ -68,7 +68,8 @@ class CacheConfig(Leaf):
     kv_cache_memory_bytes: int | None = Field(
         None,
         ge=1,
-        description="Bytes of the KV cache. Default: 1 GiB on a CPU, what gpu_memory_utilization leaves on a GPU.",
+        description="Bytes of each rank's KV cache. Default: 1 GiB on a CPU; on a GPU what gpu_memory_utilization "
+        "leaves.",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of a GPU's memory for weights, activations and KV cache together."
@@ -105,7 +106,9 @@ class SchedulerConfig(Leaf):
 
 
 class WorkerConfig(Leaf):
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs; auto: on a GPU for each rank if there is any."
+    )
     attention_backend: Literal["auto", "cpu", "torch", "triton", "flashinfer"] = Field(
         "auto", description="Attention kernel. A forced one that can't run fails at start."
     )
@@ -123,7 +126,7 @@ class WorkerConfig(Leaf):
     )
     cpu_threads: int | None = Field(None, ge=1, description="Threads of a CPU worker. Default: the cores it may use.")
     tensor_parallel_size: int = Field(
-        1, ge=1, description="GPUs of one node (on a CPU, processes) that share each layer: a stage's ranks."
+        1, ge=1, le=1024, description="GPUs of one node (on a CPU, processes) that share each layer: a stage's ranks."
     )
     pipeline_parallel_size: int = Field(
         1, ge=1, le=32, description="Stages that share the stack of layers, on one or more nodes."
@@ -338,7 +341,7 @@ def load_config(
 
     try:
         given = yaml.safe_load(tree) if isinstance(tree, str) else tree
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # a date that there isn't is a ValueError
         raise ConfigError(f"the configuration is not YAML: {error}") from error
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"the configuration must be a mapping, got {type(given).__name__}")

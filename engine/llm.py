@@ -28,6 +28,8 @@ from pagedray.engine.errors import UserError
 from pagedray.engine.executor import LocalExecutor, RankWorker, StepWorker
 from pagedray.engine.generation import GenerationParams, make_requests
 from pagedray.engine.messages import FinishReason, PromptLogprobs, Request, RequestUpdate, TokenLogprobs
+from pagedray.engine.models.parse import model_spec
+from pagedray.engine.models.stages import check_ranks
 from pagedray.engine.text.detokenizer import Detokenizer
 from pagedray.engine.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -93,9 +95,10 @@ class LLM:
             worker = SpawnedGang(self.config, worker_class)
         if tokenizer is None:
             leaf = self.config.model
-            tokenizer = load_tokenizer(
-                open_checkpoint(leaf.model, leaf.revision, leaf.needs_weights), leaf.chat_template
-            )
+            checkpoint = open_checkpoint(leaf.model, leaf.revision, leaf.needs_weights)
+            if self.config.worker.num_ranks > 1:  # what can't be is found before a process starts
+                check_ranks(model_spec(checkpoint), self.config.worker)
+            tokenizer = load_tokenizer(checkpoint, leaf.chat_template)
         self.tokenizer = tokenizer
         self._worker = worker
         self.facts: EngineFacts = worker.load()

@@ -36,7 +36,9 @@ class Outbox:
         self._error: Exception | None = None
 
     def add(self, request: Request) -> None:
-        """A request of this client was accepted."""
+        """A request of this client was accepted, or its submission repeated."""
+        if request.id in self.live:
+            return
         self.live[request.id] = request.num_tokens
         self.live_tokens += request.num_tokens
 

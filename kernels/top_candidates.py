@@ -53,7 +53,7 @@ def _search_blocks(z: Tensor, k: int) -> Tensor:
         past_blocks = torch.nn.functional.pad(z[:, num_blocks * BLOCK :], (0, BLOCK - vocab % BLOCK), value=-inf)
         values = torch.cat((values, past_blocks), dim=1)
         blocks = torch.nn.functional.pad(blocks, (0, 1), value=num_blocks)
-    rows, columns = (values >= least).nonzero(as_tuple=True)
+    rows, columns = (~(values < least)).nonzero(as_tuple=True)  # NaN, which nothing is above, is a candidate too
     ids = blocks[rows, columns // BLOCK] * BLOCK + columns % BLOCK
     ends = torch.bincount(rows, minlength=num_rows).cumsum(0)
     starts = torch.nn.functional.pad(ends[:-1], (1, 0))

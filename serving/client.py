@@ -440,7 +440,8 @@ class EngineClient:
                 async with asyncio.timeout(limit_s):
                     while not self._is_closing:
                         connected = self._connected
-                        with contextlib.suppress(EngineUnavailable):
+                        # The first engine may be filled by what else was held, here and by other ingresses.
+                        with contextlib.suppress(EngineUnavailable, Overloaded):
                             await self._place(lives)
                             return
                         await self._await_link(connected, MOVE_RETRY_S)
@@ -467,17 +468,15 @@ class EngineClient:
         for live in lives:
             self._live.pop(live.id, None)
             if live.connection is not None:
-                live.connection.num_live -= 1
-                self.router.ended(live.connection.engine, live.attempt)
-                live.connection = None
+                connection, live.connection = live.connection, None
+                connection.num_live -= 1
+                self.router.ended(connection.engine, live.attempt)
+                self._drop_if_drained(connection)
 
     def _end(self, live: _Live) -> None:
-        connection = live.connection
         live.is_ended = True
         live.generation._live.pop(live.index, None)
         self._unassign([live])
-        if connection is not None:
-            self._drop_if_drained(connection)
 
     def _abort(self, lives: list[_Live]) -> None:
         """End requests here at once, and on their engines in the background."""

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+from pagedray.engine.config import WorkerConfig
 from pagedray.engine.errors import ConfigError
 from pagedray.engine.models.spec import ModelSpec
 
@@ -23,6 +24,20 @@ def stage_spec(spec: ModelSpec, stage: int, num_stages: int, pipeline_layers: Se
     ranges = _given_ranges(spec, num_stages, pipeline_layers) if pipeline_layers else even_ranges(spec, num_stages)
     layers = ranges[stage]
     return dataclasses.replace(spec, stage=None if num_stages == 1 else (layers.start, layers.stop))
+
+
+def check_ranks(spec: ModelSpec, worker: WorkerConfig) -> None:
+    """Whether this model can be shared by the ranks that these settings ask for; before any of them is started.
+
+    Raises:
+        ConfigError: with the numbers that don't go together.
+    """
+    spec.of_one_rank(worker.tensor_parallel_size)
+    stage_spec(spec, 0, worker.pipeline_parallel_size, worker.pipeline_layers)
+    if worker.enable_expert_parallel and spec.experts is None:
+        raise ConfigError(
+            f"enable_expert_parallel needs a model with experts, {spec.architecture} has none; leave it off"
+        )
 
 
 def even_ranges(spec: ModelSpec, num_stages: int) -> list[range]:

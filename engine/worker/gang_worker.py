@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pagedray.engine.config import Config, EngineFacts
+from pagedray.engine.config import Config, EngineFacts, FailureConfig
 from pagedray.engine.errors import ConfigError, EngineDead, PagedrayError
 from pagedray.engine.executor import RankWorker
 from pagedray.engine.messages import RunnerOutput, SchedulerOutput, decode, encode
@@ -46,8 +47,8 @@ def make_rank(
     worker = worker_class(config, meeting.rank, functools.partial(_connect, config, layout, meeting, gpu))
     if isinstance(meeting, Lead):
         name = f"rank 0 on {place}"
-        return LeadWorker(worker, meeting, layout.result_rank, name, config.failure.step_timeout_s)
-    return Follower(worker, meeting, meeting.rank == layout.result_rank)
+        return LeadWorker(worker, meeting, layout.result_rank, name, config.failure)
+    return Follower(worker, meeting, meeting.rank == layout.result_rank, config.scheduler.run_ahead)
 
 
 def _connect(config: Config, layout: Layout, meeting: Lead | Member, gpu: int | None, device: torch.device) -> Parallel:
@@ -78,12 +79,13 @@ class LeadWorker:
         worker: rank 0's own.
         result_rank: the rank that has the sampled tokens.
         name: of rank 0 and where it runs, for messages.
-        step_timeout_s: longest time of one step.
+        failure: longest times of a start and of a step.
     """
 
-    def __init__(self, worker: RankWorker, lead: Lead, result_rank: int, name: str, step_timeout_s: float):
+    def __init__(self, worker: RankWorker, lead: Lead, result_rank: int, name: str, failure: FailureConfig):
         self._worker, self._lead, self._result_rank, self._name = worker, lead, result_rank, name
-        self._step_timeout_s, self._progress_s = step_timeout_s, 0.0
+        self._start_timeout_s, self._step_timeout_s = failure.start_timeout_s, failure.step_timeout_s
+        self._progress_s = 0.0
         self._is_lost: Future[Any] = lead.failure
         self._gave_up = False  # on a step, which may never end
         self._outcomes: dict[int, Future[RunnerOutput]] = {}  # of the last few steps, oldest first
@@ -94,8 +96,9 @@ class LeadWorker:
 
         Raises:
             ConfigError: settings, checkpoint and machines don't go together.
-            EngineDead: another rank died.
+            EngineDead: another rank died, or not all are ready within `start_timeout_s`.
         """
+        deadline_s = time.monotonic() + self._start_timeout_s
         loading: Future[EngineFacts] = Future()
 
         def load() -> None:
@@ -105,13 +108,21 @@ class LeadWorker:
                 loading.set_exception(error)
 
         threading.Thread(target=load, name="pagedray-load", daemon=True).start()  # it may hang where a rank is missing
-        wait([loading, self._is_lost], return_when=FIRST_COMPLETED)
+        self._await_start(loading, deadline_s)
         if not loading.done():
             wait([loading], LAST_WORDS_S)
         facts = self._first_cause(loading)
-        wait([self._lead.all_ready, self._lead.failure], return_when=FIRST_COMPLETED)
+        self._await_start(self._lead.all_ready, deadline_s)
         self._first_cause(self._lead.all_ready)
         return facts
+
+    def _await_start(self, future: Future[Any], deadline_s: float) -> None:
+        """Until it is done or a rank has failed. Raises: EngineDead at the deadline."""
+        done, _ = wait([future, self._is_lost], max(0.0, deadline_s - time.monotonic()), FIRST_COMPLETED)
+        if not done:
+            self._gave_up = True
+            who = ", ".join(self._silent()) or "all ranks answer, but some still load"
+            raise EngineDead(f"the ranks are not ready within start_timeout_s ({self._start_timeout_s:g} s): {who}")
 
     def submit(self, out: SchedulerOutput) -> None:
         """Queue a step on every rank; returns before it is computed. A step that was submitted before is ignored."""
@@ -189,10 +200,12 @@ class Follower:
     Args:
         worker: this rank's own.
         sends_results: whether its results are the gang's.
+        run_ahead: most steps in flight.
     """
 
-    def __init__(self, worker: RankWorker, member: Member, sends_results: bool):
+    def __init__(self, worker: RankWorker, member: Member, sends_results: bool, run_ahead: int):
         self._worker, self._member, self._sends_results = worker, member, sends_results
+        self._run_ahead = run_ahead
         self._failure: Exception | None = None
         self._reporter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagedray-report")
 
@@ -213,11 +226,14 @@ class Follower:
             EngineDead: rank 0 is gone.
             Exception: whatever a step failed with.
         """
+        reports: deque[Future[None]] = deque()
         try:
             for data in self._member.plans():
                 out = decode(SchedulerOutput, data)
+                if len(reports) > self._run_ahead:  # only its thread is late, and a worker keeps results for a while
+                    reports.popleft().result()
                 self._worker.submit(out)
-                self._reporter.submit(self._report, out.step)
+                reports.append(self._reporter.submit(self._report, out.step))
         except Exception as error:
             self._fail(error)
         finally:

@@ -20,7 +20,7 @@ from pagedray.engine.messages import RunnerOutput, SchedulerOutput
 from pagedray.engine.models.parse import model_spec
 from pagedray.engine.models.registry import build_model
 from pagedray.engine.models.spec import ModelSpec
-from pagedray.engine.models.stages import stage_spec
+from pagedray.engine.models.stages import check_ranks, stage_spec
 from pagedray.engine.text.tokenizer import load_tokenizer
 from pagedray.engine.worker.assemble import Assembly
 from pagedray.engine.worker.backend import choose_backend, choose_device, choose_dtype
@@ -133,7 +133,9 @@ class Worker:
         if parallel.world.size > 1:
             phases.end("connect ranks")
         checkpoint = open_checkpoint(config.model.model, config.model.revision, config.model.needs_weights)
-        spec = stage_spec(*(model_spec(checkpoint), parallel.pp.rank, parallel.pp.size, config.worker.pipeline_layers))
+        whole = model_spec(checkpoint)
+        check_ranks(whole, config.worker)
+        spec = stage_spec(whole, parallel.pp.rank, parallel.pp.size, config.worker.pipeline_layers)
         dtype_name = choose_dtype(config.model.dtype, spec.dtype, device.type)
         dtype: torch.dtype = getattr(torch, dtype_name)
         kv_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else dtype

@@ -6,6 +6,7 @@ is complete, so several processes may start at once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -60,12 +61,15 @@ def library_name(files: Sequence[Path], compiler: str, flags: Sequence[str], cpu
 
 def cache_folder(home: Callable[[], Path] = Path.home) -> Path:
     """Where compiled kernels are kept; a folder for this process alone where the user has none to write to."""
-    try:
+    with contextlib.suppress(OSError, RuntimeError):  # a home that can't be written, or none
         folder = home() / ".cache" / "pagedray"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # a home that can't be written, or none
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    try:
         return Path(tempfile.mkdtemp(prefix="pagedray-"))
-    return folder if os.access(folder, os.W_OK | os.X_OK) else Path(tempfile.mkdtemp(prefix="pagedray-"))
+    except OSError as error:
+        raise CompileError(f"there is no folder for compiled kernels: {error}") from error
 
 
 def compile_kernels(
@@ -82,23 +86,39 @@ def compile_kernels(
     """
     files = sources() if files is None else files
     target = folder / library_name(files, compiler, flags, cpu_name())
-    if target.exists():
+    if _is_whole(target):
         return target, False
-    handle, unfinished = tempfile.mkstemp(suffix=".so", prefix="unfinished-", dir=folder)
-    os.close(handle)
     c_files = [str(path) for path in files if path.suffix == ".c"]
     try:
-        done = subprocess.run(
-            [compiler, *flags, "-o", unfinished, *c_files, "-lm"], capture_output=True, text=True, timeout=_TIMEOUT_S
-        )
-        if done.returncode:
-            raise CompileError(f"{compiler} failed: {_complaint(done.stderr)}; update it or install gcc or clang")
-        os.replace(unfinished, target)
+        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=folder) as own:
+            unfinished = Path(own, target.name)
+            done = subprocess.run(
+                [compiler, *flags, "-o", str(unfinished), *c_files, "-lm"],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT_S,
+            )
+            if done.returncode:
+                raise CompileError(f"{compiler} failed: {_complaint(done.stderr)}; update it or install gcc or clang")
+            with unfinished.open("r+b") as file:  # a loader doesn't mind what follows the library
+                file.write(hashlib.sha256(file.read()).digest())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, target)
     except (OSError, subprocess.SubprocessError) as error:
-        raise CompileError(f"{compiler} could not run: {error}; install gcc or clang") from error
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
+        raise CompileError(f"{compiler} could not run or fill {folder}: {error}; install gcc or clang") from error
     return target, True
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it is there and ends with the digest of what precedes: to load a damaged one would end the process."""
+    try:
+        data = library.read_bytes()
+    except OSError:
+        return False
+    end = len(data) - hashlib.sha256().digest_size
+    return end > 0 and hashlib.sha256(data[:end]).digest() == data[end:]
 
 
 def _complaint(text: str) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagedray.deployments import place
 from pagedray.deployments.child import Child
 from pagedray.deployments.place import LocalProcess, Place, kill_process
+from pagedray.deployments.process_start import began_ticks
 from pagedray.engine.errors import EngineDead
 from pagedray.engine.messages import encode
 
@@ -22,7 +22,7 @@ NODE = "here"
 
 
 def place_of(pid: int, node_id: str = NODE) -> Place:
-    return Place(node_id, "10.0.0.9", pid, place._began(pid))
+    return Place(node_id, "10.0.0.9", pid, began_ticks(pid))
 
 
 class Handle:
@@ -86,7 +86,7 @@ def test_a_process_is_killed_where_it_runs(process: Any) -> None:
 
 
 def test_a_pid_that_means_another_process_now_is_left_alone(process: Any) -> None:
-    where = msgspec.structs.replace(place_of(process.pid), began="1")
+    where = msgspec.structs.replace(place_of(process.pid), began=1)
     with pytest.raises(ProcessLookupError):
         LocalProcess(where)
     kill_process(where, 0.01)

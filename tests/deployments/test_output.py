@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from pagedray.deployments import phases as module
-from pagedray.deployments.launch import blocks_per_sequence
+from pagedray.deployments.launch import blocks_per_sequence, describe_ranks
 from pagedray.deployments.log_tail import LogTail
 from pagedray.deployments.phases import Phases
+from pagedray.engine.config import load_config
 from tests.deployments.test_gang import Steps
 
 
@@ -74,3 +75,19 @@ def test_a_window_holds_what_it_sees() -> None:
     facts = replace(Steps(None, 0).load(lambda *args: None), max_model_len=100, block_size=16)
     assert blocks_per_sequence(facts) == 7
     assert blocks_per_sequence(replace(facts, block_groups=(None, 32))) == 9
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ""),
+        ({"num_engine_replicas": 2}, "2 of 1 rank (tensor parallel 1 x pipeline stages 1)"),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            "1 of 4 ranks (tensor parallel 2 x pipeline stages 2)",
+        ),
+        ({"min_replicas": 0}, "0 to 1, by load, of 1 rank (tensor parallel 1 x pipeline stages 1)"),
+    ],
+)
+def test_engines_and_ranks_are_told_where_there_are_several(settings: dict[str, int], words: str) -> None:
+    assert describe_ranks(load_config(overrides=settings)) == words

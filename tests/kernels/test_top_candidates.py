@@ -36,3 +36,12 @@ def test_both_zeros_are_equal():
     z = torch.tensor([[-1.0, -0.0, 0.0, -0.0] * 100])
     assert top_candidates(z, 3)[1].tolist() == [[1, 2, 3]]  # searched by blocks
     assert top_candidates(z[:, :4], 3)[1].tolist() == [[1, 2, 3]]  # all at once
+
+
+def test_a_row_of_nan_has_candidates_beside_rows_that_have_theirs() -> None:
+    z = torch.randn(3, 1024, generator=torch.Generator().manual_seed(0))
+    z[1] = float("nan")
+    values, ids = top_candidates(z, 8)
+    assert ((ids >= 0) & (ids < 1024)).all() and values[1].isnan().all()
+    for row in (0, 2):
+        assert torch.equal(values[row], z[row].topk(8).values)

@@ -2,9 +2,10 @@ import dataclasses
 
 import pytest
 
+from pagedray.engine.config import WorkerConfig
 from pagedray.engine.errors import ConfigError
 from pagedray.engine.models.spec import ExpertSpec, layer_groups, layer_places
-from pagedray.engine.models.stages import even_ranges, stage_spec
+from pagedray.engine.models.stages import check_ranks, even_ranges, stage_spec
 from tests.engine.worker.test_input_batch import tiny_spec
 
 
@@ -102,3 +103,21 @@ def test_the_layers_of_a_stage_have_places_of_their_own_in_groups_of_their_windo
 def test_half_of_gemmas_layers_need_half_of_its_pages():
     slots = {slot for _, slot in layer_places(GEMMA, range(13)).values()}
     assert (len(layer_groups(GEMMA)[0].layers), slots) == (4, {0, 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": 5}, "pipeline_parallel_size is 5, the model has 4 layers"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": (1, 2)}, "pipeline_layers"),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "enable_expert_parallel needs a model with experts",
+        ),
+    ],
+)
+def test_what_a_model_cannot_be_shared_by_is_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        check_ranks(spec(4), WorkerConfig(**settings))
+    check_ranks(spec(4), WorkerConfig(tensor_parallel_size=2, pipeline_parallel_size=2))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from pagedray.engine.config import FailureConfig
 from pagedray.engine.errors import EngineDead
-from pagedray.engine.messages import SchedulerOutput
+from pagedray.engine.messages import RunnerOutput, SchedulerOutput, decode, encode
 from pagedray.engine.worker import gang_worker
 from pagedray.engine.worker.control import Listener, Member
-from pagedray.engine.worker.gang_worker import LeadWorker
+from pagedray.engine.worker.gang_worker import Follower, LeadWorker
 
 HOST = "127.0.0.1"
 LIMIT_S = 30.0
@@ -41,11 +44,59 @@ def test_closing_with_steps_in_flight_waits_for_nobody_for_ever(monkeypatch: pyt
     monkeypatch.setattr(gang_worker, "LAST_STEPS_S", 0.1)
     listener = Listener(HOST)
     member = Member(listener.address, 1, "place 1", HOST, LIMIT_S)
-    lead: Any = LeadWorker(Waiting(), listener.accept(2, LIMIT_S), 0, "rank 0", LIMIT_S)  # type: ignore[arg-type]
+    lead: Any = LeadWorker(Waiting(), listener.accept(2, LIMIT_S), 0, "rank 0", FailureConfig())  # type: ignore[arg-type]
     for step in range(2):
         lead.submit(SchedulerOutput(step, (), (), ()))
     closing = threading.Thread(target=lead.close, daemon=True)
     closing.start()
     closing.join(LIMIT_S / 2)
     assert not closing.is_alive()
+    member.close()
+
+
+class Loading(Waiting):
+    def load(self, on_phase: Any = None) -> Any:
+        return None
+
+
+def test_a_start_without_an_end_names_who_is_silent() -> None:
+    listener = Listener(HOST)
+    member = Member(listener.address, 1, "place 1", HOST, LIMIT_S)  # which never gets ready, nor answers
+    lead: Any = LeadWorker(Loading(), listener.accept(2, LIMIT_S), 0, "rank 0", FailureConfig(start_timeout_s=0.2))
+    with pytest.raises(EngineDead, match=r"not ready within start_timeout_s \(0\.2 s\): rank 1 on place 1 does not"):
+        lead.load()
+    lead.close()
+    member.close()
+
+
+class Late(Waiting):
+    """Keeps few results, as workers do, and is slow to give the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[int] = []
+
+    def submit(self, out: SchedulerOutput) -> None:
+        self.kept = [*self.kept, out.step][-4:]
+
+    def result(self, step: int) -> Any:
+        if step == 0:
+            time.sleep(0.3)
+        assert step in self.kept, f"step {step} is not among those kept"
+        return RunnerOutput(step, ())
+
+
+def test_a_late_report_holds_plans_back() -> None:
+    listener = Listener(HOST)
+    member = Member(listener.address, 1, "place 1", HOST, LIMIT_S)
+    lead = listener.accept(2, LIMIT_S)
+    follower: Any = Follower(Late(), member, sends_results=True, run_ahead=2)
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(follower.follow)
+        for step in range(30):
+            lead.plan(step, encode(SchedulerOutput(step, (), (), ())))
+        assert decode(RunnerOutput, lead.result(29).result(LIMIT_S)).step == 29
+        lead.close()
+        with pytest.raises(EngineDead, match="lost rank 0"):
+            following.result(LIMIT_S)
     member.close()

@@ -67,7 +67,7 @@ def test_a_complaint_is_passed_on_and_nothing_is_left(compiler: str, tmp_path: P
 def test_a_compiler_that_does_not_start_is_told(tmp_path: Path) -> None:
     broken = tmp_path / "cc"
     broken.write_text("not a program")
-    with pytest.raises(CompileError, match=r"cc could not run: .*install gcc or clang"):
+    with pytest.raises(CompileError, match=r"cc could not run or fill .*install gcc or clang"):
         compile_kernels(tmp_path, str(broken), files=write(tmp_path / "source", SOURCE))
 
 
@@ -106,3 +106,20 @@ def check_folder_elsewhere(home: Path) -> None:
     assert home not in folder.parents
     assert list(folder.iterdir()) == []
     folder.rmdir()
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", None], ids=["empty", "garbage", "cut"])
+def test_a_damaged_library_is_compiled_anew(compiler: str, tmp_path: Path, damage: bytes | None) -> None:
+    files, folder = write(tmp_path / "source", SOURCE), tmp_path / "cache"
+    folder.mkdir()
+    path, _ = compile_kernels(folder, compiler, files=files)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
+    assert compile_kernels(folder, compiler, files=files) == (path, True)
+    assert path.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_a_full_folder_is_told(compiler: str, tmp_path: Path) -> None:
+    missing = tmp_path / "cache" / "that is not there"
+    with pytest.raises(CompileError, match="could not run or fill"):
+        compile_kernels(missing, compiler, files=write(tmp_path / "source", SOURCE))
