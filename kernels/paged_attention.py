@@ -59,6 +59,7 @@ class _Bucket:
     gathered: Tensor  # [2 * S * K * blocks, B * D]: where to; all gathers of a step share this memory
     seen: slice  # of the gathered positions
     mask: Tensor | None  # [S, 1, L] of the pages' type, 0 or -inf; None: one sequence, which sees all of `seen`
+    hidden: Tensor | None  # [S, 1, L, 1]: what others left there is cleared, since a weight of 0 doesn't keep NaN out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,18 +158,27 @@ def _decode(
     if softcap is None and q.dtype != torch.float32 and num_products * num_seen <= _FEW_SCORES:
         torch.index_select(page_rows, 0, bucket.rows.view(-1), out=bucket.gathered)
         seen = bucket.gathered.view(2, num_seqs, num_kv_heads, -1, head_dim)
+        if bucket.hidden is not None:
+            seen.masked_fill_(bucket.hidden, 0)
         keys, values = seen[:, :, :, bucket.seen]
         mask = None if bucket.mask is None else bucket.mask.unsqueeze(1)
         q = q.view(num_seqs, num_kv_heads, group, head_dim)
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
         return y.reshape(num_seqs, num_heads * head_dim)
-    # keys, then values, in the same memory: half as much goes through the cache
-    keys, values = (bucket.gathered[: bucket.rows.shape[1]].view(num_products, -1, head_dim)[:, bucket.seen],) * 2
-    torch.index_select(page_rows, 0, bucket.rows[0], out=bucket.gathered[: bucket.rows.shape[1]])
+    keys = _gather(page_rows, bucket, 0, num_seqs, num_kv_heads, head_dim)
     scores = _scores(q.reshape(num_products, group, head_dim), keys, bucket.mask, scale, softcap)
     p = torch.softmax(scores, -1)
-    torch.index_select(page_rows, 0, bucket.rows[1], out=bucket.gathered[: bucket.rows.shape[1]])
+    values = _gather(page_rows, bucket, 1, num_seqs, num_kv_heads, head_dim)
     return torch.bmm(p, values).view(num_seqs, num_heads * head_dim)
+
+
+def _gather(page_rows: Tensor, bucket: _Bucket, kind: int, num_seqs: int, num_kv_heads: int, head_dim: int) -> Tensor:
+    """Keys (0) or values (1) of a bucket, [S * K, L, D], in the same memory: half as much goes through the cache."""
+    rows = bucket.rows[kind]
+    gathered = torch.index_select(page_rows, 0, rows, out=bucket.gathered[: len(rows)])
+    if bucket.hidden is not None:
+        gathered.view(num_seqs, num_kv_heads, -1, head_dim).masked_fill_(bucket.hidden, 0)
+    return gathered.view(num_seqs * num_kv_heads, -1, head_dim)[:, bucket.seen]
 
 
 def _prefill(
@@ -266,16 +276,16 @@ def _buckets(batch: PagedBatch, pages: Tensor, num_decoding: int) -> list[_Bucke
         tables = batch.block_tables_cpu[seqs]
         inside = index < (-(-lengths[seqs] // block_size))[:, None]
         blocks = np.where(inside, np.take_along_axis(tables, np.minimum(index, tables.shape[1] - 1), 1), 0)
-        mask, seen = None, slice(None)
+        mask, cleared, seen = None, None, slice(None)
         if end - begin == 1:
             offset = int(first_block[begin]) * block_size
             seen = slice(int(low[begin]) - offset, int(lengths[begin]) - offset)
         else:
             position = first_block[seqs, None] * block_size + np.arange(longest * block_size)
-            hidden = (position >= lengths[seqs, None]) | (position < low[seqs, None])
-            mask = _additive(torch.from_numpy(hidden), pages).unsqueeze(1)
+            hidden = torch.from_numpy((position >= lengths[seqs, None]) | (position < low[seqs, None]))
+            mask, cleared = _additive(hidden, pages).unsqueeze(1), hidden[:, None, :, None].to(pages.device)
         rows = torch.from_numpy(_page_rows(blocks, num_kv_heads)).view(2, -1).to(pages.device)
-        buckets.append(_Bucket(begin, end, rows, nowhere, seen, mask))
+        buckets.append(_Bucket(begin, end, rows, nowhere, seen, mask, cleared))
         end = begin
     return buckets
 
