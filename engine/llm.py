@@ -100,7 +100,6 @@ class LLM:
                 check_ranks(model_spec(checkpoint), self.config.worker)
             tokenizer = load_tokenizer(checkpoint, leaf.chat_template)
         self.tokenizer = tokenizer
-        self._worker = worker
         self.facts: EngineFacts = worker.load()
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()

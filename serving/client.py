@@ -435,19 +435,23 @@ class EngineClient:
         """Place requests once an engine was started for them."""
         self._demand.check_room(len(lives))
         limit_s = self._failure.start_timeout_s
+        overloaded: Overloaded | None = None
         with self._demand.of(len(lives)):
             try:
                 async with asyncio.timeout(limit_s):
                     while not self._is_closing:
                         connected = self._connected
-                        # The first engine may be filled by what else was held, here and by other ingresses.
-                        with contextlib.suppress(EngineUnavailable, Overloaded):
-                            await self._place(lives)
-                            return
+                        with contextlib.suppress(EngineUnavailable):
+                            try:
+                                await self._place(lives)
+                                return
+                            except Overloaded as error:  # by what else was held, here and by other ingresses
+                                overloaded = error
                         await self._await_link(connected, MOVE_RETRY_S)
                     raise EngineUnavailable("the server is shutting down")
             except TimeoutError:
-                raise EngineUnavailable(f"no engine has started within start_timeout_s ({limit_s:g} s)") from None
+                reason = EngineUnavailable(f"no engine has started within start_timeout_s ({limit_s:g} s)")
+                raise overloaded or reason from None
 
     async def _await_link(self, connected: asyncio.Event, timeout_s: float) -> None:
         """Wait until a link has been added since `connected` was current, but no longer than that."""

@@ -30,7 +30,7 @@ STUCK_S = 2.0  # for a rank to answer that its process runs, while a step takes 
 LAST_STEPS_S = 5.0  # for the steps in flight when a gang is closed
 LAST_WORDS_S = 1.0  # for rank 0's own error, which says more than another rank's report of the same
 
-T = TypeVar("T")
+R = TypeVar("R")
 
 
 def make_rank(
@@ -86,8 +86,7 @@ class LeadWorker:
         self._worker, self._lead, self._result_rank, self._name = worker, lead, result_rank, name
         self._start_timeout_s, self._step_timeout_s = failure.start_timeout_s, failure.step_timeout_s
         self._progress_s = 0.0
-        self._is_lost: Future[Any] = lead.failure
-        self._gave_up = False  # on a step, which may never end
+        self._gave_up = False  # on the start or a step, which may never end
         self._outcomes: dict[int, Future[RunnerOutput]] = {}  # of the last few steps, oldest first
         self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagedray-outcome")
 
@@ -118,7 +117,7 @@ class LeadWorker:
 
     def _await_start(self, future: Future[Any], deadline_s: float) -> None:
         """Until it is done or a rank has failed. Raises: EngineDead at the deadline."""
-        done, _ = wait([future, self._is_lost], max(0.0, deadline_s - time.monotonic()), FIRST_COMPLETED)
+        done, _ = wait([future, self._lead.failure], max(0.0, deadline_s - time.monotonic()), FIRST_COMPLETED)
         if not done:
             self._gave_up = True
             who = ", ".join(self._silent()) or "all ranks answer, but some still load"
@@ -143,12 +142,13 @@ class LeadWorker:
         if step not in self._outcomes:
             raise LookupError(f"step {step} is not among those kept: {list(self._outcomes)}")
         outcome, asked_s = self._outcomes[step], time.monotonic()
+        either: list[Future[Any]] = [outcome, self._lead.failure]
         while not outcome.done() and not self._lead.failure.done():
             left_s = max(asked_s, self._progress_s) + self._step_timeout_s - time.monotonic()
             if left_s <= 0:
                 self._gave_up = True
                 raise EngineDead(self._why_late(step))
-            wait([outcome, self._is_lost], left_s, FIRST_COMPLETED)
+            wait(either, left_s, FIRST_COMPLETED)
         return self._first_cause(outcome)
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class LeadWorker:
     def _silent(self) -> list[str]:
         return [f"{name} does not answer" for name in self._lead.silent_ranks(STUCK_S)]
 
-    def _first_cause(self, future: Future[T]) -> T:
+    def _first_cause(self, future: Future[R]) -> R:
         """What rank 0 has, unless another rank's failure is why it has nothing."""
         failure = self._lead.failure
         if not future.done():

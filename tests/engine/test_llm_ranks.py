@@ -72,8 +72,9 @@ def test_a_rank_that_fails_before_it_meets_the_others_ends_the_start() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_ends_generation_with_its_name(number: signal.Signals) -> None:
     llm = LLM(str(tiny_model("qwen3")), **SETTINGS, tensor_parallel_size=2, step_timeout_s=1.0)
-    assert isinstance(llm._worker, SpawnedGang)
-    pid = llm._worker._processes[1].pid
+    gang = llm._engine._executor._worker
+    assert isinstance(gang, SpawnedGang)
+    pid = gang._processes[1].pid
     lose = threading.Timer(0.5, os.kill, (pid, number))
     lose.start()
     params = GenerationParams(max_tokens=400, ignore_eos=True)

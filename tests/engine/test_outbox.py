@@ -125,6 +125,8 @@ def test_tokens_of_live_requests_are_counted() -> None:
     for name, num in (("a", 3), ("b", 5)):
         box.add(Request(id=name, client_id="c", prompt_ids=(1,) * num, output_ids=(2,), params=params))
     assert box.live_tokens == 10
+    box.add(Request(id="a", client_id="c", prompt_ids=(1,) * 99, params=params))  # a submission that was repeated
+    assert box.live_tokens == 10
     box.put(RequestUpdate("a", 0, (1,), "stop"))
     box.drop("a")
     box.drop("stranger")

@@ -20,8 +20,14 @@ from tests.fakes import SlowFakeWorker
 from tests.serving.rig import Rig
 from tests.serving.test_client import FACTS, QUICK, ScriptedLink, request, settle, update
 
+LIMIT_S = 30.0
+
 
 def tell(link: ScriptedLink, seq: int = 1, *, is_draining: bool = False, others: int = 0) -> None:
+    link.batches.put_nowait(told(seq, is_draining=is_draining, others=others))
+
+
+def told(seq: int = 1, *, is_draining: bool = False, others: int = 0) -> UpdateBatch:
     news = EngineNews(
         is_draining=is_draining,
         other_requests=others,
@@ -31,7 +37,7 @@ def tell(link: ScriptedLink, seq: int = 1, *, is_draining: bool = False, others:
         kv_usage=0.0,
         cache=CacheChanges(b"", b"", False),
     )
-    link.batches.put_nowait(UpdateBatch(seq, (), news))
+    return UpdateBatch(seq, (), news)
 
 
 async def test_an_engine_that_others_load_gets_less() -> None:
@@ -221,6 +227,46 @@ async def test_waiting_is_bounded_in_number_and_time() -> None:
         await client.submit([request("c")])
     results = await asyncio.wait_for(asyncio.gather(*submitting, return_exceptions=True), 5)
     assert all(isinstance(r, EngineUnavailable) and "start_timeout_s" in str(r) for r in results)
+    await client.close()
+
+
+async def test_held_requests_wait_for_room_too() -> None:
+    """The one engine that was started may be filled by what other ingresses held."""
+    client = on_demand(Starter(), start_timeout_s=LIMIT_S)
+    held = asyncio.ensure_future(client.submit([request("a")]))
+    await settle()
+    full = ScriptedLink()
+    full.refuse = Overloaded("the queue is full")
+    client.add_link(full)
+    await settle()
+    assert not held.done()
+    full.refuse = None
+    (await asyncio.wait_for(held, LIMIT_S)).close()
+    await client.close()
+
+
+async def test_a_held_request_that_finds_no_room_is_told_so() -> None:
+    client = on_demand(Starter(), start_timeout_s=0.2)
+    held = asyncio.ensure_future(client.submit([request("a")]))
+    await settle()
+    full = ScriptedLink()
+    full.refuse = Overloaded("the queue is full")
+    client.add_link(full)
+    with pytest.raises(Overloaded, match="the queue is full"):
+        await held
+    await client.close()
+
+
+async def test_an_engine_that_drains_while_it_refuses_is_let_go() -> None:
+    client = EngineClient(FailureConfig(), deadlines=QUICK)
+    link = ScriptedLink()
+    client.add_link(link)
+    link.refuse = EngineUnavailable("the engine is draining")
+    link.during_submit.append(told(is_draining=True))
+    with pytest.raises(EngineUnavailable):
+        await client.submit([request("a")])
+    await settle()
+    assert not client._connections
     await client.close()
 
 
