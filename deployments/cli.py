@@ -32,6 +32,7 @@ TITLES = {
     "worker": "worker",
     "failure": "failures",
     "server": "server",
+    "api": "API",
 }
 SHORT = {"optimization_level": ("-O",)}
 

@@ -217,6 +217,25 @@ class ServerConfig(Leaf):
         return self.most_engines > self.fewest_engines
 
 
+class ApiConfig(Leaf):
+    """What the HTTP API does with a model's words."""
+
+    tool_call_parser: str = Field(
+        "auto", description="How the model writes tool calls; auto: by its chat template. A wrong name lists them all."
+    )
+    reasoning_parser: str = Field(
+        "auto", description="How the model marks its reasoning; auto: by its chat template; none: it doesn't."
+    )
+    grammar_timeout_s: float = Field(
+        5.0, gt=0, le=60, description="Longest compilation of a grammar or JSON schema; beyond it 400."
+    )
+    max_stored_responses: int = Field(
+        1000, ge=0, description="Answers of the Responses API that are kept for later turns; 0: none."
+    )
+    max_stored_bytes: int = Field(256 * 2**20, ge=0, description="Bytes that kept answers may take together.")
+    stored_response_ttl_s: float = Field(3600.0, gt=0, description="How long an answer is kept.")
+
+
 class Config(Leaf):
     """The whole tree. Cross-field checks live here and name both fields."""
 
@@ -226,6 +245,7 @@ class Config(Leaf):
     worker: WorkerConfig = WorkerConfig()
     failure: FailureConfig = FailureConfig()
     server: ServerConfig = ServerConfig()
+    api: ApiConfig = ApiConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Config:

@@ -10,7 +10,7 @@ import msgspec
 
 from pagedray.engine.config import EngineFacts
 from pagedray.engine.errors import PromptTooLong, UserError
-from pagedray.engine.messages import Request, SamplingParams
+from pagedray.engine.messages import Constraint, Request, SamplingParams
 from pagedray.engine.prefix_cache import hash_blocks
 
 MAX_LOGPROBS = 20
@@ -48,6 +48,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    constraint: Constraint | None = None
 
 
 def check_params(params: GenerationParams, vocab_size: int) -> None:
@@ -180,6 +181,7 @@ def make_requests(
                 stop_token_ids=params.stop_token_ids,
                 logprobs=params.logprobs,
                 prompt_logprobs=params.prompt_logprobs,
+                constraint=params.constraint,
             ),
             block_hashes=hashes,
             cache_salt=cache_salt,

@@ -23,6 +23,30 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 M = TypeVar("M")
 
 
+class CompiledGrammar(msgspec.Struct, frozen=True):
+    """What the text of an output may be, ready for the worker's matcher. Made by `engine.grammar`."""
+
+    key: bytes  # digest of the grammar and the vocabulary: equal keys, equal grammars
+    data: bytes  # xgrammar's serialization, compressed by zlib
+
+
+class ReasoningSpan(msgspec.Struct, frozen=True):
+    """Where a model thinks before it answers. A grammar holds for what comes after it."""
+
+    begin: bytes  # text that opens it, e.g. b"<think>"
+    end: bytes  # text that closes it
+    end_ids: tuple[int, ...]  # tokens that are forced when the budget is spent; their text ends with `end`
+    is_open: bool  # the prompt ends within it
+    max_tokens: int | None = None  # output tokens in it, None: no budget
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """Rules for an output that depend on the output so far. The worker follows them beside the sampler."""
+
+    grammar: CompiledGrammar | None = None
+    reasoning: ReasoningSpan | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens of one sequence are chosen. Ids were checked against the vocabulary before this was built.
 
@@ -47,6 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # None: none; 0: the chosen token's; k: and the k most likely
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +155,7 @@ class RunnerOutput(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]  # -1 where the row did not sample
     logprobs: tuple[TokenLogprobs | None, ...] = ()  # empty when nobody asked
     prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()  # empty when nobody asked
+    failed: tuple[tuple[str, str], ...] = ()  # sequence id and reason: ends with an error, others go on
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, gc=False):
