@@ -7,7 +7,8 @@ A query at position p sees positions max(0, p - window + 1) … p; cap(s) = soft
 Shapes   qkv [T, H + 2K, D]: query, key and value heads of each token; pages [num_blocks, 2, K, B, D]; y [T, H * D].
          Query head h reads key head h // (H / K).
 Dtypes   float32, bf16 or fp16, all alike.
-Writes   pages, before anything is read: sequences of one step may share blocks. Block 0 is the null page.
+Writes   pages, before anything is read: sequences of one step may share blocks. Block 0 is the null page. Keys and
+         values that are no numbers become finite, as in write_qkv.py, in qkv too.
 Source   Kwon et al. 2023, arXiv:2309.06180; the softcap: Gemma 2, arXiv:2408.00118
 
 A batch becomes a plan once a step (index arithmetic in numpy, no loop over decoding sequences); every layer of the
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedray.kernels.case import Case
+from pagedray.kernels.write_qkv import make_finite
 
 # Gathered keys and values of one bucket should still be in the cache when they are read.
 _BUCKET_BYTES = 16 * 2**20
@@ -100,6 +102,7 @@ def paged_attention_ref(
     num_kv_heads, block_size = pages.shape[2:4]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     q, kv = qkv.split((num_heads, 2 * num_kv_heads), dim=1)
+    kv = torch.nan_to_num(kv)
     spans = [
         (table, int(first), int(last), int(length))
         for table, first, last, length in zip(
@@ -134,6 +137,7 @@ def paged_attention(
 ) -> Tensor:
     num_kv_heads, block_size, head_dim = pages.shape[2:]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
+    make_finite(qkv[:, num_heads:])
     pages.view(-1, head_dim)[plan.slots] = qkv[:, num_heads:].reshape(-1, head_dim)
     page_rows = pages.view(-1, block_size * head_dim)
     if len(plan.buckets) == 1 and not plan.chunks:

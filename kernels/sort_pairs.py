@@ -8,8 +8,9 @@ Shapes   experts [T, k] int32, -1: none. E experts in all; this rank's are first
          left as they are. tiles [most_tiles, 3] int32, those in use first. T * k < 2^31, E <= 4096.
 Writes   nothing else. Deterministic: no atomics. Safe under CUDA graph capture: the number of tiles is the most that
          so many pairs can need, known to the host.
-Method   Counting sort. One kernel counts each block's pairs by expert, which few pairs don't need; in the other each
-         program adds up what comes before its pairs, and one more program writes the tiles.
+Method   Counting sort over blocks of pairs, as small as the pairs are few. One kernel counts each block's pairs by
+         expert, which few pairs don't need; in the other each program adds up what comes before its pairs, and one
+         more program writes the tiles.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from torch import Tensor
 from pagedray.kernels.case import Case
 from pagedray.kernels.jit import launch, power_of_2, tl, triton
 
-_BLOCK = 512  # pairs of one program
 _CELLS = 4096  # of a table, that a program goes through at a time
 
 
@@ -174,15 +174,24 @@ def sort_pairs(experts: Tensor, num_experts: int, first: int, num_local: int, bl
     return SortedPairs(order, made)
 
 
-def sort_pairs_triton(experts: Tensor, num_experts: int, first: int, num_local: int, block_m: int) -> SortedPairs:
+def pick_block(num_pairs: int) -> int:
+    """Pairs of one program. Each compares its pairs with all of its block, and adds up what all blocks counted."""
+    return min(max(power_of_2(num_pairs), 16), 128 if num_pairs <= 8192 else 512)
+
+
+def sort_pairs_triton(
+    experts: Tensor, num_experts: int, first: int, num_local: int, block_m: int, block: int | None = None
+) -> SortedPairs:
+    """Args: `block` replaces `pick_block`'s; a power of 2, from 16."""
     num_pairs = experts.numel()
+    block = block or pick_block(num_pairs)
     assert experts.is_contiguous() and experts.dtype == torch.int32
     assert num_pairs < 2**31 and first >= 0 and first + num_local <= num_experts <= 4096
-    num_blocks, num_tiles = -(-num_pairs // _BLOCK), most_tiles(num_pairs, num_local, block_m)
+    num_blocks, num_tiles = -(-num_pairs // block), most_tiles(num_pairs, num_local, block_m)
     order = experts.new_empty(num_pairs)
     tiles = experts.new_empty(num_tiles, 3)
     block_e = max(power_of_2(num_experts), 16)
-    table = {"BLOCK": _BLOCK, "BLOCK_E": block_e, "ROWS": min(max(_CELLS // block_e, 1), 32)}
+    table = {"BLOCK": block, "BLOCK_E": block_e, "ROWS": min(max(_CELLS // block_e, 1), 32, block)}
     if num_pairs == 0:
         return SortedPairs(order, tiles)
     counts = None

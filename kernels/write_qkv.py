@@ -5,12 +5,16 @@
 The norm is that of rms_norm.py, and falls away without a weight; the rotation is that of rotary.py, on the first R dims
 of a head. Slot s is offset s % B of block s // B. Only float8 pages are scaled, and clamped to ±448.
 
+Keys and values that are no numbers don't enter the pages: NaN becomes 0, an infinity the largest number of qkv's type.
+A weight of 0 would not keep them from other positions and sequences, which share pages, where finite ones vanish.
+
 Shapes   qkv [T, H + 2K, D]: query, key and value heads, contiguous; pages [num_blocks, 2, K, B, D], contiguous;
          slots [T]; cos, sin [T, 1, R], R even and <= D, sin's first half negated, stride of T free; w [H + K, D].
 Dtypes   qkv, cos and sin float32, bf16 or fp16; pages alike, or float8_e4m3fn; w alike, or float32; slots int64.
          Rounded to qkv's type: the norm, and x * cos before the other product is added.
-Writes   query and key heads of qkv in place, and pages. Rows that only pad a batch have slots in block 0, the null
-         page, which nobody reads and where they may collide. Safe under CUDA graph capture.
+Writes   query and key heads of qkv in place, value heads where they are no numbers, and pages. Rows that only pad a
+         batch have slots in block 0, the null page, which nobody reads and where they may collide. Safe under CUDA
+         graph capture.
 Source   Zhang and Sennrich 2019, arXiv:1910.07467; Su et al. 2021, arXiv:2104.09864; Kwon et al. 2023, arXiv:2309.06180
 """
 
@@ -45,6 +49,8 @@ def write_qkv_ref(
     if norm_weight is not None:
         q_and_k.copy_(rms_norm_ref(q_and_k, norm_weight, eps))
     rotate_ref(q_and_k, cos, sin)
+    for x in (k, v):
+        x.copy_(torch.nan_to_num(x))
     for token, slot in enumerate(slots.tolist()):
         for kind, (x, scale) in enumerate([(k, k_scale), (v, v_scale)]):
             row = x[token]
@@ -75,6 +81,18 @@ def _rotated(x, other, cos_row, sin_row, column, HALF: tl.constexpr, x_type: tl.
     cos = tl.load(cos_row + column, column < HALF, other=0.0).to(tl.float32)
     sin = tl.load(sin_row + column, column < HALF, other=0.0).to(tl.float32)
     return ((x * cos).to(x_type).to(tl.float32) + other * sin).to(x_type)
+
+
+@triton.jit
+def _finite(x):  # type: ignore[no-untyped-def]
+    if x.dtype == tl.float16:
+        most: tl.constexpr = 65504.0
+    elif x.dtype == tl.bfloat16:
+        most: tl.constexpr = 3.3895313892515355e38
+    else:
+        most: tl.constexpr = 3.4028234663852886e38
+    wide = x.to(tl.float32)
+    return tl.where(wide == wide, tl.minimum(tl.maximum(wide, -most), most), 0.0).to(x.dtype)
 
 
 @triton.jit
@@ -149,21 +167,25 @@ def _write_qkv(  # type: ignore[no-untyped-def]
         cos_row, sin_row = cos_ptr + token * cos_token, sin_ptr + token * sin_token
         new_low = _rotated(low, high, cos_row, sin_row, column, HALF, x_type)
         new_high = _rotated(high, low, cos_row + HALF, sin_row + HALF, column, HALF, x_type)
+        new_low = tl.where(is_key, _finite(new_low), new_low)
+        new_high = tl.where(is_key, _finite(new_high), new_high)
         tl.debug_barrier()  # every thread has loaded before one stores
         tl.store(row + column, new_low, inside & (column < HALF))
         tl.store(row + HALF + column, new_high, inside & (column < HALF))
         _store_kv(page_row, column, new_low, is_key, k_scale, HALF)
         _store_kv(page_row + HALF, column, new_high, is_key, k_scale, HALF)
         if D > R:
-            new_tail = tail.to(x_type)
-            if HAS_NORM:
-                tl.store(row + R + tail_column, new_tail, inside & (tail_column < D - R))
+            new_tail = tl.where(is_key, _finite(tail.to(x_type)), tail.to(x_type))
+            tl.store(row + R + tail_column, new_tail, (inside if HAS_NORM else is_key) & (tail_column < D - R))
             _store_kv(page_row + R, tail_column, new_tail, is_key, k_scale, D - R)
     else:
         v_head = (tile - NUM_TILES) * HEADS + tl.arange(0, HEADS)[:, None]
         v_column = tl.arange(0, BLOCK_D)[None, :]
         v_mask = (v_head < K) & (v_column < D)
-        v = tl.load(qkv_row + (H + K + v_head) * D + v_column, v_mask, other=0.0)
+        v_row = qkv_row + (H + K + v_head) * D
+        read = tl.load(v_row + v_column, v_mask, other=0.0)
+        v = _finite(read)
+        tl.store(v_row + v_column, v, v_mask & (v != read))
         _store_kv(page + (K + v_head) * (B * D), v_column, v, v_head < K, v_scale, D)
 
 
@@ -198,6 +220,12 @@ def write_qkv(
     )
 
 
+def make_finite(kv: Tensor) -> None:
+    """In place, see above."""
+    if not kv.isfinite().all():
+        kv.copy_(torch.nan_to_num(kv))
+
+
 def write_qkv_torch(
     qkv: Tensor,
     pages: Tensor,
@@ -214,6 +242,7 @@ def write_qkv_torch(
     if norm_weight is not None:
         q_and_k.copy_(rms_norm_torch(q_and_k, norm_weight, eps))
     rotate(q_and_k, cos, sin)
+    make_finite(kv)
     blocks = slots.div(block_size, rounding_mode="floor")
     heads = blocks[:, None] * (2 * num_kv_heads) + torch.arange(2 * num_kv_heads)
     rows = (heads * block_size + (slots - blocks * block_size)[:, None]).flatten()
@@ -284,6 +313,10 @@ def make_inputs(case: Case) -> tuple[Tensor | float | None, ...]:
         weight = 1 + 0.3 * case.randn(case["H"] + num_kv_heads, head_dim, seed=5)
         weight = weight.float() if case["norm"] == 2 else weight
     scales = 1.0, 1.0
+    if case.get("broken"):  # no numbers in a query, a key and a value head
+        for head, value in ((0, float("nan")), (case["H"], float("nan")), (-1, float("nan")), (-1, float("inf"))):
+            qkv[0, head, head_dim // 2 + (value == value)] = value
+        qkv[-1, -1, 0] = -float("inf")
     if case.get("fp8"):
         pages, scales = pages.to(torch.float8_e4m3fn), (0.4, 0.004)  # the second makes many values clamp
     return qkv, pages, slots, tables[..., :size], tables[..., size:], weight, 0.5, *scales
@@ -299,6 +332,10 @@ CASES = [
     Case("write_qkv", T=3, H=5, K=5, D=96, B=32, norm=2, dtype=torch.bfloat16),
     Case("write_qkv", T=4, H=8, K=4, D=256, B=16, norm=2, dtype=torch.bfloat16),
     Case("write_qkv", T=6, H=3, K=3, D=8, B=4),
+    Case("write_qkv", T=3, H=4, K=2, D=16, B=4, broken=1),
+    Case("write_qkv", T=3, H=9, K=3, D=64, B=16, broken=1, norm=1, dtype=torch.bfloat16),
+    Case("write_qkv", T=3, H=8, K=4, D=80, R=32, B=16, broken=1, dtype=torch.float16),
+    Case("write_qkv", T=3, H=4, K=2, D=128, B=16, broken=1, fp8=1, dtype=torch.bfloat16),
     Case("write_qkv", T=9, H=12, K=12, D=32, B=4, fp8=1),
     Case("write_qkv", T=9, H=4, K=2, D=128, B=16, fp8=1, norm=1, dtype=torch.bfloat16),
 ]

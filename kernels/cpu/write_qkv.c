@@ -35,6 +35,16 @@ INLINE void rotate_head(void *x, const void *cos, const void *sin, int64_t half,
   }
 }
 
+INLINE void make_finite(void *x, int64_t size, int type) {
+  floats most = all(type == BFLOAT16 ? 3.3895314e38f : 3.4028235e38f);
+  for (int64_t i = 0; i < size; i += 16) {
+    floats value = load16(x, i, size, type);
+    ints is_small = (value <= most) & (value >= -most);
+    floats bounded = pick(value == value, pick(value > most, most, -most), all(0.0f));
+    store16(x, i, size, pick(is_small, value, bounded), type);
+  }
+}
+
 INLINE void write_tokens(const Write *a, int64_t first, int64_t last, int type, int w_type) {
   int64_t size = a->size, kv = a->num_kv_heads, rotated = a->num_heads + kv;
   for (int64_t token = first; token < last; token++) {
@@ -47,9 +57,11 @@ INLINE void write_tokens(const Write *a, int64_t first, int64_t last, int type, 
         rotate_head(x, cos, sin, a->num_rotated / 2, type);
       }
       int64_t row = head - a->num_heads; /* of the block's keys, then values */
-      if (row >= 0)
+      if (row >= 0) {
+        make_finite(x, size, type);
         memcpy((void *)at(a->pages, ((block * 2 * kv + row) * a->block_size + offset) * size, type), x,
                (size_t)size * (type == BFLOAT16 ? 2 : 4));
+      }
     }
   }
 }

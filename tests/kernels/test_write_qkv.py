@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagedray.kernels.case import Case
-from pagedray.kernels.write_qkv import make_inputs, write_qkv, write_qkv_triton
+from pagedray.kernels.write_qkv import make_inputs, write_qkv, write_qkv_torch, write_qkv_triton
 
 
 @pytest.mark.parametrize("norm", [0, 1])
@@ -59,3 +59,16 @@ def test_an_empty_step_is_no_work() -> None:
     qkv, pages, slots, cos, sin, *rest = make_inputs(Case("write_qkv", T=2, H=2, K=2, D=16, B=4, norm=1))
     for op in (write_qkv, write_qkv_triton):
         op(qkv[:0], pages, slots[:0], cos[:0], sin[:0], *rest)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", [write_qkv, write_qkv_torch, write_qkv_triton])
+def test_pages_hold_numbers_alone(op: Callable[..., None], dtype: torch.dtype) -> None:
+    if op is write_qkv and dtype == torch.float16:
+        pytest.skip("no CPU computes it")
+    case = Case("write_qkv", T=3, H=4, K=2, D=16, B=4, broken=1, dtype=dtype)
+    qkv, pages, *rest = make_inputs(case)
+    op(qkv, pages, *rest)
+    assert pages.isfinite().all() and qkv[:, 4:].isfinite().all() and qkv[0, 0].isnan().any()
+    assert qkv[0, -1, 8] == 0 and qkv[0, -1, 9] == torch.finfo(dtype).max and qkv[-1, -1, 0] == torch.finfo(dtype).min
