@@ -4,8 +4,7 @@ Serve asks the policy in its controller and keeps to bounds and delays itself. C
 clients that wait for one token each are less than a few long prompts. Without engines nobody reports a load: ingresses
 that hold requests then call an engine replica that isn't there, and Serve counts such calls.
 
-Which engines go is Serve's to choose, and no setting changes its order: those that start first, then those away from
-the head node, on nodes with few replicas, and new ones. An engine that goes drains; what it can't end in time moves.
+Which engines go says `victims.py`. An engine that goes drains; what it can't end in time moves.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
+from pagedray.deployments.victims import victim_order
 from pagedray.engine.config import ServerConfig
 from pagedray.engine.metrics import EngineLoad
 
@@ -45,6 +45,7 @@ class EngineAutoscaling:
 
     def __init__(self, target_load: float):
         self._target_load = target_load
+        self._victims = victim_order()
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         reported: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
@@ -53,6 +54,11 @@ class EngineAutoscaling:
             EngineLoad(batch[replica], kv[replica]) if replica in batch and replica in kv else None
             for replica in context.running_replicas
         ]
+        if self._victims is not None:
+            known = zip(context.running_replicas, loads, strict=True)
+            self._victims.hear(
+                context.deployment_id, {replica: load.worst for replica, load in known if load is not None}
+            )
         return engines_wanted(loads, self._target_load, context.total_queued_requests or 0), {}
 
 

@@ -167,7 +167,10 @@ def test_engines_follow_a_wave_of_load_and_no_request_fails(served: Served) -> N
     for stream in [*streams, *late]:
         stream.check()
     long_one = Stream(served, 900)  # about 18 s: it lives through the scaling down
+    wait_for(lambda: any(gauge(served, "num_requests_running").values()), "the long one to run", 60)
+    busy = [engine for engine, running in gauge(served, "num_requests_running").items() if running]
     wait_for(lambda: num_engines(served) == 1, "one engine less", REBUILD_S, lambda: served.output)
+    assert [*gauge(served, "num_requests_running")] == busy, "the idle engine goes"
     long_one.check()
 
 
