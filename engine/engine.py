@@ -232,6 +232,8 @@ class Engine:
         outbox = self._outboxes.get(client_id)
         if outbox is None:
             outbox = self._outboxes[client_id] = Outbox(self._clock(), self._news_for(client_id))
+            if self._scheduler.prefix_cache.log.end:
+                outbox.hurry()  # a new client learns at once what the cache holds
         return outbox
 
     def _news_for(self, client_id: str) -> Callable[[], EngineNews]:

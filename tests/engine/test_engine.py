@@ -262,3 +262,15 @@ def test_load_counts_what_waits_and_what_the_cache_holds() -> None:
         assert rig.engine.load() == EngineLoad(0.0, 0.0)
 
     with_engine(rig, body)
+
+
+def test_a_new_client_hears_at_once_what_the_cache_holds() -> None:
+    rig = Rig()
+
+    async def body() -> None:
+        rig.engine.submit(rig.requests("a", list(range(9)), max_tokens=2))
+        await rig.collect("a-0")
+        batch = await asyncio.wait_for(rig.engine.poll("late", 0, 60.0), 5)
+        assert batch.news is not None and batch.news.cache.added
+
+    with_engine(rig, body)
