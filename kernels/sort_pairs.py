@@ -174,9 +174,15 @@ def sort_pairs(experts: Tensor, num_experts: int, first: int, num_local: int, bl
     return SortedPairs(order, made)
 
 
+# Pairs up to which a program takes so many, measured on an H200. One program alone needs no count beforehand.
+_BLOCKS = ((2048, 32), (16384, 64), (65536, 128))
+
+
 def pick_block(num_pairs: int) -> int:
-    """Pairs of one program. Each compares its pairs with all of its block, and adds up what all blocks counted."""
-    return min(max(power_of_2(num_pairs), 16), 128 if num_pairs <= 8192 else 512)
+    """Pairs of one program: it compares each with all of them, and adds up what all programs counted."""
+    if num_pairs <= 64:
+        return max(power_of_2(num_pairs), 16)
+    return next((block for most, block in _BLOCKS if num_pairs <= most), 256)
 
 
 def sort_pairs_triton(

@@ -26,7 +26,7 @@ def sort(request: pytest.FixtureRequest) -> Sort:
     return chosen
 
 
-@pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 600])
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 32, 33, 600, 1025])
 @pytest.mark.parametrize("share", [(0, 9), (4, 3), (8, 1), (2, 0)])
 def test_pairs_without_an_expert_are_in_no_tile(sort: Sort, num_tokens: int, share: tuple[int, int]) -> None:
     experts = torch.randint(-1, 9, (num_tokens, 2), generator=torch.Generator().manual_seed(num_tokens)).int()
