@@ -59,6 +59,9 @@ from pagedray.kernels import (
     sort_pairs as sort_op,
 )
 from pagedray.kernels import (
+    token_bitmask as mask_op,
+)
+from pagedray.kernels import (
     write_qkv as write_op,
 )
 
@@ -416,6 +419,32 @@ def count_tokens(m: Maker, S: int) -> Work:
     )
 
 
+def mask_tokens(m: Maker, S: int) -> Work:
+    """S rows that may choose few tokens, as within JSON's punctuation; plain torch has a byte for each token."""
+    V = m.shape.vocab
+    num_copies = m.num_copies(S * V * 4)
+    logits = m.randn(num_copies, S, V, dtype=torch.float32).unbind(0)
+    is_allowed = torch.rand(S, V, device=m.device) < 0.01
+    bits = F.pad(is_allowed.cpu(), (0, -V % 32)).numpy()
+    words = m.on_device(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    rows, is_forbidden = torch.arange(S, device=m.device), ~is_allowed
+
+    def is_correct() -> bool:
+        few = min(S, 2)  # the reference looks at each bit
+        got, expected = logits[0].clone(), logits[0][:few].cpu()
+        mask_op.mask_tokens(got, rows, words)
+        mask_op.mask_tokens_ref(expected, rows[:few].cpu(), words[:few].cpu())
+        return torch.equal(got[:few].cpu(), expected)
+
+    return Work(
+        lambda i: mask_op.mask_tokens(logits[i], rows, words),
+        {"torch": lambda i: logits[i].masked_fill_(is_forbidden, -torch.inf)},
+        is_correct,
+        num_copies,
+        S * V * 4,
+    )
+
+
 def sample_rows(m: Maker, S: int, method: str) -> Work:
     """All rows alike. Torch draws by argmax of p / exponential noise, which needs no sum over the vocabulary."""
     V = m.shape.vocab
@@ -723,6 +752,7 @@ WORKS: dict[str, Callable[..., Work]] = {
         token_logprobs,
         apply_penalties,
         count_tokens,
+        mask_tokens,
         sample_rows,
         small_linear,
         small_gated_linear,
@@ -770,6 +800,7 @@ def jobs_of(shape: str, axes: Axes) -> list[Job]:
     jobs += [
         Job(op, shape, f"S={S} L={HISTORY}", (S,)) for op in ("apply_penalties", "count_tokens") for S in axes.rows
     ]
+    jobs += [Job("mask_tokens", shape, f"S={S}", (S,)) for S in axes.rows]
     for part in linears(Shape.of(shape)):
         jobs += [Job("small_linear", shape, f"T={T} {part}", (T, part)) for T in axes.small]
     jobs += [Job("small_gated_linear", shape, f"T={T}", (T,)) for T in axes.small]

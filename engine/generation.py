@@ -18,6 +18,7 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
 MAX_IDS = 4096  # in each list of ids: every choice carries them to the engine
 MAX_PROMPT_TOKENS_SENT = 2**22  # choices times prompt tokens of one call
+MAX_GRAMMAR_BYTES_SENT = 2**26  # choices times bytes of the compiled grammar: each choice carries its own
 SEED_MASK = 2**63 - 1
 
 
@@ -99,6 +100,28 @@ def check_params(params: GenerationParams, vocab_size: int) -> None:
         raise UserError("bad_token_ids forbids every id that allowed_token_ids allows", "bad_token_ids")
     if len(set(params.bad_token_ids)) >= vocab_size:
         raise UserError("bad_token_ids forbids the whole vocabulary", "bad_token_ids")
+    if params.constraint is not None:
+        _check_constraint(params, params.constraint, vocab_size)
+
+
+def _check_constraint(params: GenerationParams, constraint: Constraint, vocab_size: int) -> None:
+    if sum(map(len, constraint.bad_sequences)) > MAX_IDS:
+        raise UserError(f"bad_words may have {MAX_IDS} tokens in all", "bad_words")
+    for sequence in constraint.bad_sequences:
+        check_ids(sequence, vocab_size, "bad_words")
+    if constraint.reasoning is not None:
+        check_ids(constraint.reasoning.end_ids, vocab_size, "end_ids")
+    if constraint.grammar is None:
+        return
+    if params.ignore_eos:
+        raise UserError("ignore_eos can't be used with a grammar, which says where an output ends", "ignore_eos")
+    num_bytes = len(constraint.grammar.data)
+    if params.n * num_bytes > MAX_GRAMMAR_BYTES_SENT:
+        raise UserError(
+            f"{params.n} choices with a compiled grammar of {num_bytes} bytes exceed {MAX_GRAMMAR_BYTES_SENT} in all; "
+            "ask for fewer choices at once, or make the schema or grammar smaller",
+            "n",
+        )
 
 
 def check_ids(ids: Seq[int], vocab_size: int, name: str) -> None:

@@ -179,7 +179,7 @@ class Scheduler:
         if seq is None:
             return None
         self._drop(seq)
-        return seq.aborted(reason)
+        return seq.ended("abort", reason)
 
     def take_updates(self) -> list[RequestUpdate]:
         """Ends that were decided while adding or scheduling."""
@@ -413,7 +413,8 @@ class Scheduler:
             deadline_s = seq.request.deadline_s
             if deadline_s is not None and deadline_s <= now_s:
                 self._drop(seq)
-                updates.append(seq.aborted(f"its deadline passed {now_s - seq.accepted_s:.1f} s after it was accepted"))
+                reason = f"its deadline passed {now_s - seq.accepted_s:.1f} s after it was accepted"
+                updates.append(seq.ended("abort", reason))
             elif deadline_s is not None:
                 self._next_deadline_s = min(self._next_deadline_s, deadline_s)
         return updates
@@ -424,13 +425,24 @@ class Scheduler:
         """Take the oldest step's tokens; one update for each sequence that got something or ended."""
         step, seqs = self._in_flight.popleft()
         assert out.step == step, f"result of step {out.step}, awaited step {step}"
+        failed = self._fail(out.failed) if out.failed else []  # first: their tokens of this step don't count
         if out.logprobs or out.prompt_logprobs:
             nothing = (None,) * len(seqs)
             rows = zip(seqs, out.token_ids, out.logprobs or nothing, out.prompt_logprobs or nothing, strict=True)
             updates = [update for row in rows if (update := self._deliver(*row)) is not None]
         else:
             updates = self._deliver_plain(seqs, out.token_ids)
-        return updates + self._expire(now_s)
+        return failed + updates + self._expire(now_s)
+
+    def _fail(self, failed: tuple[tuple[str, str], ...]) -> list[RequestUpdate]:
+        """End requests that a worker can't go on with; they may have ended otherwise meanwhile."""
+        updates = []
+        for seq_id, reason in failed:
+            seq = self._seqs.get(seq_id)
+            if seq is not None:
+                self._drop(seq)
+                updates.append(seq.ended("error", reason))
+        return updates
 
     def _deliver_plain(self, seqs: list[Sequence], token_ids: tuple[int, ...]) -> list[RequestUpdate]:
         updates: list[RequestUpdate] = []

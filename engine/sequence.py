@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagedray.engine.messages import NewSeq, PromptLogprobs, Request, RequestUpdate
+from pagedray.engine.messages import FinishReason, NewSeq, PromptLogprobs, Request, RequestUpdate
 from pagedray.engine.policy import Rank
 from pagedray.engine.prefix_cache import hash_block, root_hash
 
@@ -121,6 +121,6 @@ class Sequence:
     def as_new(self) -> NewSeq:
         return NewSeq(self.id, self.row, tuple(self.token_ids), self.num_prompt, self.request.params, self.stop_ids)
 
-    def aborted(self, error: str) -> RequestUpdate:
+    def ended(self, reason: FinishReason, error: str) -> RequestUpdate:
         """The update of an end that no token brought."""
-        return RequestUpdate(self.id, self.num_output, (), "abort", None, error, num_cached_tokens=self.num_cached)
+        return RequestUpdate(self.id, self.num_output, (), reason, None, error, num_cached_tokens=self.num_cached)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.messages import (
+    CompiledGrammar,
+    Constraint,
     NewSeq,
     PromptLogprobs,
     RunnerOutput,
@@ -49,10 +51,13 @@ class FakeWorker:
     """One rank without a model. `choose(token_ids, seq)` picks the next token; `step_s` is slept per step.
 
     It checks what a real worker relies on: rows are free when taken, positions are contiguous, block tables cover them.
+
+    A grammar is what `fake_grammar` makes: its data is the output itself. `constraints` has those of all rows so far.
     """
 
     choose: Callable[[Sequence[int], NewSeq], int] = staticmethod(lambda ids, seq: scripted(ids, seq))
     step_s = 0.0
+    expert_counts: ClassVar[dict[int, tuple[int, ...]]] = {}  # of a dense model
 
     def __init__(self, config: Config, rank: int = 0, connect: Callable[[Any], Any] | None = None):
         self.config, self.rank = config, rank
@@ -62,6 +67,7 @@ class FakeWorker:
         self.last_step: int | None = None
         self.fail_at_step: int | None = None
         self.num_tokens_computed = 0
+        self.constraints: list[Constraint | None] = []
 
     def load(self, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> EngineFacts:
         on_phase("weights", 0.0)
@@ -103,6 +109,9 @@ class FakeWorker:
             raise RuntimeError(f"injected failure in step {step}")
         return self.results[step]
 
+    def expert_loads(self) -> dict[int, tuple[int, ...]]:
+        return self.expert_counts
+
     def abort(self) -> None:
         pass
 
@@ -115,6 +124,8 @@ class FakeWorker:
         for seq in out.added:
             assert seq.row not in self.rows, f"row {seq.row} is taken"
             self.rows[seq.row] = _FakeRow(seq)
+            self.constraints.append(seq.params.constraint)
+        failed = tuple((seq.seq_id, "its constraint failed: broken") for seq in out.added if _grammar(seq) == BROKEN)
         tokens, logprobs, prompts = [], [], []
         for item in out.scheduled:
             row = self.rows[item.row]
@@ -140,7 +151,7 @@ class FakeWorker:
             else:
                 tokens.append(-1)
                 logprobs.append(None)
-        return RunnerOutput(out.step, tuple(tokens), tuple(logprobs), tuple(prompts))
+        return RunnerOutput(out.step, tuple(tokens), tuple(logprobs), tuple(prompts), failed)
 
 
 class _FakeRow:
@@ -152,14 +163,29 @@ class _FakeRow:
 
 
 def scripted(token_ids: Sequence[int], seq: NewSeq) -> int:
-    """`next_token`, unless the request has allowed_token_ids: those are played back in order, the last one repeats.
+    """`next_token`, unless the request has a grammar or allowed_token_ids: those are played back in order.
 
-    So a test can have any byte sequence generated: allowed_token_ids = the bytes wanted.
+    So a test can have any byte sequence generated: allowed_token_ids = the bytes wanted, of which the last one repeats;
+    or fake_grammar(the bytes wanted), after which the output ends.
     """
-    script = seq.params.allowed_token_ids
+    grammar = _grammar(seq)
+    script = seq.params.allowed_token_ids if grammar is None else (*grammar.data, EOS_ID)
     if not script:
         return next_token(token_ids)
     return script[min(len(token_ids) - seq.num_prompt_tokens, len(script) - 1)]
+
+
+def fake_grammar(output: bytes) -> CompiledGrammar:
+    """What a compiler of grammars returns in tests with `FakeWorker`, which then generates `output` and EOS."""
+    return CompiledGrammar(key=b"fake " + output, data=output)
+
+
+BROKEN = CompiledGrammar(key=b"broken", data=b"")  # fails its request in the worker
+
+
+def _grammar(seq: NewSeq) -> CompiledGrammar | None:
+    constraint = seq.params.constraint
+    return None if constraint is None else constraint.grammar
 
 
 class SlowFakeWorker(FakeWorker):
@@ -173,6 +199,7 @@ class ByteTokenizer:
 
     vocab_size = VOCAB_SIZE
     eos_ids = (EOS_ID,)
+    special_ids = frozenset(range(256, VOCAB_SIZE))
     chat_template: str | None = "fake"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -190,6 +217,9 @@ class ByteTokenizer:
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def template_uses(self, name: str) -> bool:
+        return False
 
     def apply_chat_template(
         self,

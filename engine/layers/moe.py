@@ -38,7 +38,7 @@ class MoE(Layer):
         super().__init__()
         experts = _experts_of(spec)
         self.top_k, self.renormalise = experts.top_k, experts.renormalise
-        self.is_last = layer == spec.num_layers - 1
+        self.layer, self.is_last = layer, layer == spec.num_layers - 1
         self.router = Linear(spec.hidden, experts.num_experts)
         self.experts = Experts(spec, tp, ep)
         self.shared = SharedExpert(spec, tp) if experts.shared_intermediate else None
@@ -46,9 +46,11 @@ class MoE(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         step = current_forward()
-        # Behind the last attention only wanted tokens are left, and what pads these repeats a real one.
-        slots = None if self.is_last and step.wanted is not None else step.padded_slots
-        num_null = 0 if slots is None else step.pages[0].shape[3]  # of the null block
+        slots, num_null = step.padded_slots, 0
+        if self.is_last and step.wanted is not None:
+            slots = step.wanted  # only these are left behind the last attention, and negative ones hold a place
+        elif slots is not None:
+            num_null = step.pages[0].shape[3]  # of the null block
         weights, experts = route_experts(self.router(x), self.top_k, self.renormalise, self.loads, slots, num_null)
         y = self.experts(x, weights, experts)
         return y if self.shared is None else y.add_(self.shared(x))
@@ -165,13 +167,12 @@ def expert_share(num_experts: int, rank: int, num_ranks: int) -> Share:
     return Share(first, (rank + 1) * num_experts // num_ranks - first, num_experts)
 
 
-def expert_loads(model: object) -> Tensor | None:
-    """[sparse layers of this stage, num_experts] int64 on the host: tokens that each expert got so far.
-
-    Waits for the device. None: the model has no experts here.
-    """
-    loads = [layer.loads for layer in _sparse_layers(model)]
-    return torch.stack(loads).cpu() if loads else None
+def expert_loads(model: object) -> tuple[tuple[int, ...], Tensor | None]:
+    """The layers of this stage that have experts, and [layers, num_experts] int64 on the device: tokens that each
+    expert got in the steps that were queued so far. None: there are no such layers."""
+    layers = _sparse_layers(model)
+    loads = torch.stack([layer.loads for layer in layers]) if layers else None
+    return tuple(layer.layer for layer in layers), loads
 
 
 def forget_expert_loads(model: object) -> None:

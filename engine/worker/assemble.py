@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
 from pagedray.engine.config import Config
+from pagedray.engine.grammar.vocabulary import Vocabulary
 from pagedray.engine.models.registry import Model
 from pagedray.engine.models.spec import ModelSpec, layer_groups
 from pagedray.engine.worker.attention.cpu_backend import CpuAttention
@@ -34,6 +36,7 @@ class Assembly:
     backend: str
     config: Config
     parallel: Parallel = ALONE
+    load_vocabulary: Callable[[], Vocabulary] | None = None  # see ModelRunner
 
     def size(self) -> CacheSize:
         """Of the KV cache, the same on all ranks; on a GPU measured, which computes made-up steps.
@@ -68,7 +71,8 @@ class Assembly:
         stage = OnlyStage()
         if self.parallel.pp.size > 1:
             stage = PipelineStage(self.parallel, rows.last_token, self.spec.hidden, self.dtype)
-        return ModelRunner(self.model, cache, rows, self._attention(cache, rows), self.spec.vocab_size, stage)
+        attention, vocab_size = self._attention(cache, rows), self.spec.vocab_size
+        return ModelRunner(self.model, cache, rows, attention, vocab_size, stage, self.load_vocabulary)
 
     def made_up_steps(self, size: CacheSize) -> MadeUpSteps:
         scheduler = self.config.scheduler

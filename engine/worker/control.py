@@ -54,6 +54,8 @@ class _Kind(enum.IntEnum):
     FAILED = 6
     ARRIVED = 7  # where rank 0 shares a value
     READY = 8  # for steps
+    ASK = 9  # for the loads of a rank's experts
+    LOADS = 10
 
 
 class _Hello(msgspec.Struct, frozen=True):
@@ -153,9 +155,10 @@ class Lead:
         self._results: dict[int, Future[bytes]] = {}
         self._pongs: set[int] = set()
         self._ready: set[int] = set()
+        self._loads: dict[int, bytes] = {}
         self._arrived: set[int] = set()
         self._heard = threading.Condition()
-        self._asking = threading.Lock()
+        self._asking, self._asking_loads = threading.Lock(), threading.Lock()
         self._closed = False
         self._reader = threading.Thread(target=self._read, name="pagedray-gang", daemon=True)
         self._reader.start()
@@ -199,6 +202,23 @@ class Lead:
                 self._heard.wait_for(lambda: len(self._pongs) == len(self._links), timeout_s)
                 return [link.name for rank, link in self._links.items() if rank not in self._pongs]
 
+    def expert_loads(self, ranks: tuple[int, ...], timeout_s: float) -> list[bytes]:
+        """What each of these ranks sends when asked; perhaps the late answer to the question before.
+
+        Raises:
+            EngineDead: a rank failed, or not all have answered in time.
+        """
+        with self._asking_loads:
+            with self._heard:
+                self._loads.clear()
+            for rank in ranks:
+                self._tell(self._links[rank], _HEAD.pack(0, _Kind.ASK))
+            with self._heard:
+                self._heard.wait_for(lambda: self._loads.keys() >= set(ranks) or self.failure.done(), timeout_s)
+                if silent := [self._links[rank].name for rank in ranks if rank not in self._loads]:
+                    raise EngineDead(f"no word of expert loads within {timeout_s:g} s from {', '.join(silent)}")
+                return [self._loads[rank] for rank in ranks]
+
     def close(self) -> None:
         """Let the other ranks go: their next plan is an end of file."""
         self._closed = True
@@ -211,13 +231,16 @@ class Lead:
     def _tell_all(self, kind: _Kind, body: bytes) -> None:
         frame = _HEAD.pack(len(body), kind) + body
         for link in self._links.values():
-            try:
-                link.send(frame)
-            except BlockingIOError:  # it may have got half a frame: nothing can be said to it any more
-                link.end = f"has taken no message for {SEND_S:g} s"
-                link.close()
-            except OSError:
-                link.close()  # it died; the reader says so
+            self._tell(link, frame)
+
+    def _tell(self, link: _Link, frame: bytes) -> None:
+        try:
+            link.send(frame)
+        except BlockingIOError:  # it may have got half a frame: nothing can be said to it any more
+            link.end = f"has taken no message for {SEND_S:g} s"
+            link.close()
+        except OSError:
+            link.close()  # it died; the reader says so
 
     def _read(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -259,6 +282,9 @@ class Lead:
             elif kind == _Kind.ARRIVED:
                 self._arrived.add(rank)
                 self._heard.notify_all()
+            elif kind == _Kind.LOADS:
+                self._loads[rank] = body
+                self._heard.notify_all()
             elif kind == _Kind.READY:
                 self._ready.add(rank)
                 if len(self._ready) == len(self._links):
@@ -296,6 +322,7 @@ class Member:
 
     def __init__(self, address: str, rank: int, place: str, host: str, timeout_s: float):
         self.rank, self.host = rank, host
+        self._on_ask: Callable[[], None] = lambda: None
         lead_host, port, token = address.split()
         try:
             connection = socket.create_connection((lead_host, int(port)), timeout_s)
@@ -311,8 +338,13 @@ class Member:
         self._tell(_Kind.ARRIVED, b"")
         return self._next(_Kind.SHARE)
 
-    def plans(self) -> Iterator[bytes]:
-        """Plans of steps, in order, until `stop`. Raises: EngineDead when rank 0 is gone."""
+    def plans(self, on_ask: Callable[[], None] = lambda: None) -> Iterator[bytes]:
+        """Plans of steps, in order, until `stop`. Raises: EngineDead when rank 0 is gone.
+
+        Args:
+            on_ask: called when rank 0 wants `send_loads`; must return at once.
+        """
+        self._on_ask = on_ask
         with contextlib.suppress(_StoppedError):
             while True:
                 yield self._next(_Kind.PLAN)
@@ -322,6 +354,9 @@ class Member:
 
     def send_result(self, step: int, data: bytes) -> None:
         self._tell(_Kind.RESULT, _STEP.pack(step) + data)
+
+    def send_loads(self, data: bytes) -> None:
+        self._tell(_Kind.LOADS, data)
 
     def send_failure(self, error: BaseException) -> None:
         """Tell rank 0, if it still lives, why this rank can't go on."""
@@ -352,6 +387,9 @@ class Member:
                 raise EngineDead("it has lost rank 0, which died or let go") from None
             if kind == wanted:
                 return body
+            if kind == _Kind.ASK:
+                self._on_ask()
+                continue
             if kind != _Kind.PING:
                 raise RuntimeError(f"rank 0 sent a {_Kind(kind).name}, rank {self.rank} waited for a {wanted.name}")
             self._tell(_Kind.PONG, b"")

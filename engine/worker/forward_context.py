@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class ForwardContext:
     pages: Sequence[Tensor]  # per slot of a page: [num_blocks, 2, K, block_size, D]
     plans: Sequence[AttentionPlan]  # per block group
-    wanted: Tensor | None = None  # tokens that go on behind the last attention; None: all
+    # int64: tokens that go on behind the last attention; negative ones are nobody's and hold a place. None: all
+    wanted: Tensor | None = None
     padded_slots: Tensor | None = None  # [T] int64: those in block 0 belong to padding; None: no token does
 
 

@@ -7,6 +7,7 @@ rank whose step fails tells rank 0, which fails that step and all later ones wit
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections import deque
@@ -14,10 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from pagedray.engine.config import Config, EngineFacts, FailureConfig
 from pagedray.engine.errors import ConfigError, EngineDead, PagedrayError
 from pagedray.engine.executor import RankWorker
 from pagedray.engine.messages import RunnerOutput, SchedulerOutput, decode, encode
+from pagedray.engine.metrics import ExpertCounts
 from pagedray.engine.worker.control import KEPT_RESULTS, PATIENCE_S, Lead, Member, PeersLost
 from pagedray.engine.worker.layout import Layout
 
@@ -26,8 +30,11 @@ if TYPE_CHECKING:
 
     from pagedray.engine.worker.parallel import Parallel
 
+log = logging.getLogger(__name__)
+
 STUCK_S = 2.0  # for a rank to answer that its process runs, while a step takes too long
 LAST_STEPS_S = 5.0  # for the steps in flight when a gang is closed
+LOADS_S = 10.0  # for a stage to finish the steps it has, and tell what its experts got
 LAST_WORDS_S = 1.0  # for rank 0's own error, which says more than another rank's report of the same
 
 R = TypeVar("R")
@@ -47,7 +54,8 @@ def make_rank(
     worker = worker_class(config, meeting.rank, functools.partial(_connect, config, layout, meeting, gpu))
     if isinstance(meeting, Lead):
         name = f"rank 0 on {place}"
-        return LeadWorker(worker, meeting, layout.result_rank, name, config.failure)
+        stages = tuple(layout.tp_size * stage for stage in range(1, layout.pp_size))  # the first rank of each
+        return LeadWorker(worker, meeting, layout.result_rank, name, config.failure, stages)
     return Follower(worker, meeting, meeting.rank == layout.result_rank, config.scheduler.run_ahead)
 
 
@@ -80,9 +88,19 @@ class LeadWorker:
         result_rank: the rank that has the sampled tokens.
         name: of rank 0 and where it runs, for messages.
         failure: longest times of a start and of a step.
+        other_stages: a rank of each pipeline stage but its own.
     """
 
-    def __init__(self, worker: RankWorker, lead: Lead, result_rank: int, name: str, failure: FailureConfig):
+    def __init__(
+        self,
+        worker: RankWorker,
+        lead: Lead,
+        result_rank: int,
+        name: str,
+        failure: FailureConfig,
+        other_stages: tuple[int, ...] = (),
+    ):
+        self._other_stages = other_stages
         self._worker, self._lead, self._result_rank, self._name = worker, lead, result_rank, name
         self._start_timeout_s, self._step_timeout_s = failure.start_timeout_s, failure.step_timeout_s
         self._progress_s = 0.0
@@ -151,6 +169,17 @@ class LeadWorker:
             wait(either, left_s, FIRST_COMPLETED)
         return self._first_cause(outcome)
 
+    def expert_loads(self) -> ExpertCounts:
+        """Of all stages, in the steps submitted so far; all ranks of a stage count alike.
+
+        Raises:
+            EngineDead: a stage does not answer.
+        """
+        loads = self._worker.expert_loads()
+        for data in self._lead.expert_loads(self._other_stages, LOADS_S) if self._other_stages else ():
+            loads |= msgspec.msgpack.decode(data, type=ExpertCounts)
+        return loads
+
     def close(self) -> None:
         """Finish the step that runs, drop those that wait, let the other ranks end. Safe to call twice."""
         if self._gave_up or self._lead.failure.done():
@@ -208,6 +237,7 @@ class Follower:
         self._run_ahead = run_ahead
         self._failure: Exception | None = None
         self._reporter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagedray-report")
+        self._counter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagedray-loads")
 
     def load(self, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> EngineFacts:
         """Load this rank's share, in lockstep with the others."""
@@ -228,7 +258,7 @@ class Follower:
         """
         reports: deque[Future[None]] = deque()
         try:
-            for data in self._member.plans():
+            for data in self._member.plans(self._asked):
                 out = decode(SchedulerOutput, data)
                 if len(reports) > self._run_ahead:  # only its thread is late, and a worker keeps results for a while
                     reports.popleft().result()
@@ -238,7 +268,8 @@ class Follower:
             self._fail(error)
         finally:
             self._worker.abort()
-            self._reporter.shutdown(wait=False, cancel_futures=True)
+            for thread in (self._reporter, self._counter):
+                thread.shutdown(wait=False, cancel_futures=True)
         if self._failure is not None:
             raise self._failure
 
@@ -249,6 +280,16 @@ class Follower:
                 self._member.send_result(step, encode(out))
         except Exception as error:
             self._fail(error)
+
+    def _asked(self) -> None:
+        """In a thread of its own: it waits for the steps that are queued, and neither plans nor results wait for it."""
+        self._counter.submit(self._report_loads)
+
+    def _report_loads(self) -> None:
+        try:
+            self._member.send_loads(msgspec.msgpack.encode(self._worker.expert_loads()))
+        except Exception as error:  # what is wrong here fails a step, too, whose error says more
+            log.info("expert loads can't be told: %s", error)
 
     def _fail(self, error: Exception) -> None:
         if self._failure is None:

@@ -21,9 +21,11 @@ from pagedray.engine.worker.sampler import HUGE, SampledTokens, Sampler, ScoredT
 from pagedray.engine.worker.sampling_state import (
     PENALTIES,
     Edits,
+    Masked,
     Penalised,
     SamplingBatch,
     SamplingState,
+    TokenMasks,
     max_rows,
 )
 from pagedray.engine.worker.token_history import Slots
@@ -32,6 +34,7 @@ from pagedray.kernels import sample_rows as fields
 from pagedray.kernels.logit_edits import edit_logits
 from pagedray.kernels.logprobs import token_logprobs
 from pagedray.kernels.sample_rows import sample_rows
+from pagedray.kernels.token_bitmask import mask_tokens
 
 ALWAYS = 1 << 62  # beyond every position
 FREE, NOT_ASKED = -2, -1  # in GpuSamplingState.num_logprobs
@@ -52,6 +55,7 @@ class EditedRows:
 
     rows: Tensor  # [E] int64 of the batch's logits
     chosen: GpuRows  # sources: 0 … E - 1
+    masked: Masked | None
     edits: Edits | None
     penalised: Penalised | None
     penalties: Tensor  # [P, 3] float32 of the penalised ones
@@ -96,7 +100,7 @@ class GpuSamplingState(SamplingState):
         self.num_logprobs_cpu[row] = FREE
 
     def is_plain(self, row: NDArray[np.int64], position: NDArray[np.int64]) -> bool:
-        """Whether `fields` say all about how rows sample: no logits are edited, and nobody asked for logprobs.
+        """Whether `fields` say all about how rows sample: no parameter edits logits, and nobody asked for logprobs.
 
         Args:
             row, position: [S], as in `gather`.
@@ -124,13 +128,16 @@ class GpuSamplingState(SamplingState):
         return not into[fields.TEMPERATURE].any()
 
     @torch.inference_mode()
-    def gather(self, rows: Sequence[int], positions: Sequence[int]) -> GpuBatch:
+    def gather(self, rows: Sequence[int], positions: Sequence[int], masks: TokenMasks | None = None) -> GpuBatch:
         """Inputs of one step on a GPU; arguments as on a CPU."""
         row, position = np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64)
         columns = self.fields_cpu.take(row, axis=1)
         columns[fields.SOURCE] = columns[fields.TARGET] = np.arange(len(row))
         columns[fields.POSITION] = position
         is_filtered, is_edited = self.is_filtered_cpu[row], position < self.edited_until_cpu[row]
+        if masks is not None:
+            masks = self._with_row_ids(masks, [self._row(row) for row in rows], positions)
+            is_edited[masks.at] = True
         plain, edited = columns, np.arange(0)
         if is_filtered.any() or is_edited.any():
             order = np.lexsort((is_filtered, is_edited))
@@ -138,7 +145,7 @@ class GpuSamplingState(SamplingState):
             plain = columns.take(plain_rows, axis=1)
         step = max_rows(self.vocab_size, self.device)
         parts = [edited[first : first + step] for first in range(0, len(edited), step)]
-        hosts = [self._edited(at, columns.take(at, axis=1), row[at].tolist(), position[at].tolist()) for at in parts]
+        hosts = [self._edited(at, columns, row, position, masks) for at in parts]
         asked = self._asked(row)
         asked_rows = [np.array([*asked])] if 0 < len(asked) < len(row) else []
 
@@ -162,22 +169,33 @@ class GpuSamplingState(SamplingState):
         return {i: k for i, k in enumerate(num_logprobs.tolist()) if k != NOT_ASKED}
 
     def _edited(
-        self, at: NDArray[np.int64], columns: NDArray[np.int64], rows: list[int], positions: list[int]
+        self,
+        at: NDArray[np.int64],
+        columns: NDArray[np.int64],
+        row: NDArray[np.int64],
+        position: NDArray[np.int64],
+        masks: TokenMasks | None,
     ) -> _HostRows:
+        """Of rows `at` of the batch; the other arguments are about all of its rows."""
+        columns, rows = columns.take(at, axis=1), row[at].tolist()
         columns[fields.SOURCE] = np.arange(len(at))
-        edits = self._edits([self._row(row) for row in rows], positions)
         none = np.arange(0)
+        masked, words = (none, none) if masks is None else masks.of(at)
+        edits = self._edits([self._row(row) for row in rows], position[at].tolist(), masked)
         penalised = np.flatnonzero([self._row(row).has_penalties for row in rows])
         slots = self.history.slot_numbers([rows[i] for i in penalised])
         penalties = self.floats.numpy()[[rows[i] for i in penalised], PENALTIES]
         return _HostRows(
             num_filtered=int(np.count_nonzero(self.is_filtered_cpu[rows])),
             is_greedy=not columns[fields.TEMPERATURE].any(),
+            is_masked=len(masked) > 0,
             is_edited=edits is not None,
             slots=slots,
             arrays=[
                 columns,
                 at,
+                masked,
+                words,
                 *([x.numpy() for x in vars(edits).values()] if edits else [none] * 5),
                 penalised,
                 np.array(slots, dtype=np.int64),
@@ -192,15 +210,17 @@ class _HostRows:
 
     num_filtered: int
     is_greedy: bool
+    is_masked: bool
     is_edited: bool
     slots: list[int]
     arrays: list[NDArray[Any]]
 
     def sent(self, tensors: list[Tensor]) -> EditedRows:
-        columns, rows, *edits, penalised, slots, penalties = tensors
+        columns, rows, masked, words, *edits, penalised, slots, penalties = tensors
         return EditedRows(
             rows=rows,
             chosen=GpuRows(columns, self.num_filtered, self.is_greedy),
+            masked=Masked(masked, words) if self.is_masked else None,
             edits=Edits(*edits) if self.is_edited else None,
             penalised=Penalised(penalised, Slots(self.slots, slots)) if self.slots else None,
             penalties=penalties,
@@ -235,6 +255,8 @@ class GpuSampler(Sampler):
         z = logits[part.rows].float()
         # -inf will only mean forbidden, as on a CPU: what is allowed stays possible
         z = torch.nan_to_num(z, nan=-HUGE, posinf=HUGE, neginf=-HUGE).clamp_(min=-HUGE)
+        if part.masked is not None:
+            mask_tokens(z, part.masked.at, part.masked.words)
         if part.edits is not None:
             e = part.edits
             edit_logits(z, e.keep_rows, e.keep, e.forbid, e.biased, e.bias)

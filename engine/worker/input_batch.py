@@ -39,5 +39,5 @@ class InputBatch:
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     plans: tuple[AttentionPlan, ...]  # per block group
-    wanted: Tensor | None  # int64: tokens whose hidden states are wanted; None: all
+    wanted: Tensor | None  # int64: tokens whose hidden states are wanted, negative ones by nobody; None: all
     padded_slots: Tensor | None = None  # [T] int64: those in block 0 belong to padding; None: no token does

@@ -8,12 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pagedray.engine.errors import ConfigError
+from pagedray.engine.grammar.vocabulary import Vocabulary
 from pagedray.engine.messages import PromptLogprobs, RunnerOutput, SchedulerOutput, TokenLogprobs
 from pagedray.engine.models.registry import Model
 from pagedray.engine.worker.attention.cpu_backend import CpuAttention
 from pagedray.engine.worker.attention.flashinfer_backend import FlashInferAttention
 from pagedray.engine.worker.attention.torch_backend import TorchAttention
 from pagedray.engine.worker.attention.triton_backend import TritonAttention
+from pagedray.engine.worker.constraints import Constraints
 from pagedray.engine.worker.forward_context import ForwardContext, forward_context
 from pagedray.engine.worker.gpu_sampler import GpuSampler, GpuSamplingState
 from pagedray.engine.worker.graphs import StepGraphs
@@ -36,6 +39,7 @@ class ModelRunner:
         rows: what outlives steps, by row.
         attention: plans and computes attention; of the same rows and cache.
         stage: exchanges with the other stages of a pipeline; None: there are none.
+        load_vocabulary: of the model, for constrained outputs; raises ConfigError where it has none. None: it has none.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class ModelRunner:
         attention: CpuAttention | TorchAttention | TritonAttention | FlashInferAttention,
         vocab_size: int,
         stage: OnlyStage | None = None,
+        load_vocabulary: Callable[[], Vocabulary] | None = None,
     ):
         self.model, self.cache, self.rows, self.attention = model, cache, rows, attention
         self.device = rows.last_token.device
@@ -53,6 +58,7 @@ class ModelRunner:
         is_gpu = self.device.type == "cuda"
         self.sampling = (GpuSamplingState if is_gpu else SamplingState)(rows.num_rows, vocab_size, self.device)
         self.sampler = (GpuSampler if is_gpu else Sampler)(self.sampling)
+        self.constraints = Constraints(rows.num_rows, vocab_size, load_vocabulary or _no_vocabulary)
         self._graphs: StepGraphs | None = None
         self._sampled_rows: tuple[tuple[int, ...], Tensor] = (), self.rows.last_token[:0]
         self._copy_stream = torch.cuda.Stream(self.device) if is_gpu else None
@@ -72,17 +78,19 @@ class ModelRunner:
         if self.stage.is_last:
             for row in out.freed_rows:
                 self.sampling.free(row)
+                self.constraints.free(row)
             for seq in out.added:
                 self.sampling.add(seq)
+                self.constraints.add(seq)
         if not out.scheduled:
             return PendingOutput(out, HostCopies(None), (), None, {})
         step = StepPlan.of(self.rows, out, by_length=self.attention.wants_by_length)
         self.stage.begin(out.step, step)
         graph = self._graphs.pick(step) if self._graphs else None
-        if graph is not None and graph.can_sample(step):
+        if graph is not None and graph.can_sample(step) and not self.constraints.will_mask(step):
             host_tokens = graph.sample(step)
             self.stage.send_ids(step)
-            return PendingOutput(out, HostCopies(None), step.sampled, host_tokens, {})
+            return self._queued(out, step, HostCopies(None), host_tokens, {})
         hidden = self._forward(step) if graph is None else graph.forward(step)
         if not self.stage.is_last:
             self.stage.give(hidden, step)
@@ -95,7 +103,20 @@ class ModelRunner:
         prompts = {index: scores.to_host(copies.add) for index, scores in prompts.items()}
         copies.finish()
         self.stage.send_ids(step)  # behind the copies, which don't wait for the stage that takes them
-        return PendingOutput(out, copies, step.sampled, tokens, prompts)
+        return self._queued(out, step, copies, tokens, prompts)
+
+    def _queued(
+        self,
+        out: SchedulerOutput,
+        step: StepPlan,
+        copies: HostCopies,
+        tokens: SampledTokens | HostTokens | None,
+        prompts: dict[int, PromptScores],
+    ) -> PendingOutput:
+        """A step that is queued with its sampling."""
+        pending = PendingOutput(out, copies, step.sampled, tokens, prompts, self.constraints.take_failed())
+        self.constraints.await_tokens(step, pending)
+        return pending
 
     def _forward(self, step: StepPlan) -> Tensor:
         """Hidden states [T, hidden], or of the step's wanted tokens alone; what the next stage begins with."""
@@ -110,7 +131,8 @@ class ModelRunner:
         return hidden
 
     def _sample(self, logits: Tensor, step: StepPlan) -> SampledTokens:  # logits [S, V]
-        tokens = self.sampler.sample(logits, self.sampling.gather(step.sampling_rows, step.sampling_positions))
+        masks = self.constraints.masks(step)  # may wait for tokens of steps before: as late as possible
+        tokens = self.sampler.sample(logits, self.sampling.gather(step.sampling_rows, step.sampling_positions, masks))
         if step.sampling_rows != self._sampled_rows[0]:  # they rarely change from one decode step to the next
             self._sampled_rows = step.sampling_rows, upload(step.sampling_rows, self.device)
         self.rows.last_token.index_copy_(0, self._sampled_rows[1], tokens.token_ids)
@@ -138,8 +160,16 @@ class PromptScores:
         return PromptLogprobs(self.start, tuple(entry for part in self.parts for entry in part.to_messages()))
 
 
+def _no_vocabulary() -> Vocabulary:
+    raise ConfigError("the model was loaded without a tokenizer")
+
+
 class PendingOutput:
-    """A step that is queued or done."""
+    """A step that is queued or done.
+
+    Args:
+        failed: as in `RunnerOutput`.
+    """
 
     def __init__(
         self,
@@ -148,10 +178,16 @@ class PendingOutput:
         sampled: tuple[int, ...],
         tokens: SampledTokens | HostTokens | None,
         prompts: dict[int, PromptScores],
+        failed: tuple[tuple[str, str], ...] = (),
     ):
         self._out, self._copies = out, copies
-        self._sampled, self._tokens, self._prompts = sampled, tokens, prompts
+        self._sampled, self._tokens, self._prompts, self._failed = sampled, tokens, prompts, failed
         self._result: RunnerOutput | None = None
+
+    def wait_for_tokens(self) -> list[int]:
+        """Those that were sampled, in the order of `StepPlan.sampled`; waits until they are on the host."""
+        self._copies.wait()
+        return self._tokens.read() if self._tokens is not None else []
 
     def wait(self) -> RunnerOutput:
         """The step's result, aligned with its plan; waits until the device is done with it."""
@@ -176,4 +212,5 @@ class PendingOutput:
             token_ids=tuple(token_ids),
             logprobs=tuple(logprobs) if scored else (),
             prompt_logprobs=tuple(map(prompts.get, range(len(token_ids)))) if prompts else (),
+            failed=self._failed,
         )

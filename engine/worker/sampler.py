@@ -1,7 +1,7 @@
 """From logits to tokens: what each row asked for, applied in one fixed order.
 
     raw logits → logprobs (the model's own distribution)
-               → allowed, bad and min_tokens ids → logit_bias → repetition → frequency and presence penalties
+               → constraint, allowed, bad, min_tokens ids → logit_bias → repetition → frequency and presence penalties
                → temperature → top_k → min_p → top_p → choice                      (see kernels/sampling.py)
 
 A token is a function of its row's logits, parameters and history and of (seed, position): not of the row, the other
@@ -37,6 +37,7 @@ from pagedray.engine.worker.threads import one_thread
 from pagedray.kernels.logit_edits import edit_logits
 from pagedray.kernels.logprobs import Logprobs, token_logprobs
 from pagedray.kernels.sampling import greedy, sample_all, sample_min_p, sample_top_k, sample_top_p
+from pagedray.kernels.token_bitmask import mask_tokens
 
 __all__ = ["SampledTokens", "Sampler", "SamplingBatch", "SamplingState", "ScoredTokens", "score_tokens"]
 
@@ -77,10 +78,15 @@ class SampledTokens:
         """The same, made by `copy`, which may still be under way when it returns."""
         return SampledTokens(copy(self.token_ids), self._asked, self._scores and self._scores.to_host(copy))
 
+    def read(self) -> list[int]:
+        """Token ids alone."""
+        found: list[int] = self.token_ids.tolist()
+        return found
+
     def to_messages(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """Of tensors on the host, whose copies are done: token ids, and by row the log-probabilities asked for."""
         entries = self._scores.to_messages() if self._scores else []
-        return self.token_ids.tolist(), dict(zip(self._asked, entries, strict=True))
+        return self.read(), dict(zip(self._asked, entries, strict=True))
 
 
 class Sampler:
@@ -102,7 +108,7 @@ class Sampler:
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         for group in batch.groups:
-            if group.method == "greedy" and group.edits is None and group.penalised is None:
+            if group.method == "greedy" and not group.is_edited:
                 chosen = _argmax(logits[group.at])
             else:
                 chosen = _choose(self._edited(_usable(logits[group.at]), group), group)
@@ -114,9 +120,11 @@ class Sampler:
         return SampledTokens(tokens, [*asked], scores)
 
     def _edited(self, z: Tensor, group: Group) -> Tensor:
-        if group.edits is None and group.penalised is None:
+        if not group.is_edited:
             return z
         z = z.clamp(min=-HUGE)  # a copy, in which -inf will only mean forbidden: what is allowed stays possible
+        if group.masked is not None:
+            mask_tokens(z, group.masked.at, group.masked.words)
         if group.edits is not None:
             e = group.edits
             edit_logits(z, e.keep_rows, e.keep, e.forbid, e.biased, e.bias)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from pagedray.engine.messages import NewSeq, SamplingParams
 from pagedray.engine.worker.token_history import Slots, TokenHistory
 from pagedray.kernels.philox import uniform
+from pagedray.kernels.token_bitmask import pack_ids
 
 MIN_TEMPERATURE = 1e-5
 SMALLEST = float(np.finfo(np.float32).tiny)  # a positive setting below it would become 0 in float32
@@ -32,6 +34,34 @@ class RowIds:
 
     keep: Tensor | None  # None: all
     forbid: Tensor
+    vocab_size: int
+
+    @property
+    def is_all(self) -> bool:
+        return self.keep is None and not self.forbid.numel()
+
+    @functools.cached_property
+    def words(self) -> NDArray[np.int32]:
+        """The same as bits, see kernels/token_bitmask.py."""
+        forbidden = pack_ids(self.forbid.tolist(), self.vocab_size)
+        return ~forbidden if self.keep is None else pack_ids(self.keep.tolist(), self.vocab_size) & ~forbidden
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """What the constrained rows of a step may choose: all that counts for them, beside biases and penalties."""
+
+    at: NDArray[np.int64]  # [M] rows of the step's logits, ascending
+    words: NDArray[np.int32]  # [M, ceil(V / 32)], see kernels/token_bitmask.py
+
+    @functools.cached_property
+    def rows(self) -> frozenset[int]:
+        return frozenset(self.at.tolist())
+
+    def of(self, part: Sequence[int] | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The same of some rows of the logits, by their places in `part`."""
+        chosen, order = np.isin(self.at, part), np.argsort(part)
+        return order[np.searchsorted(part, self.at[chosen], sorter=order)], self.words[chosen]
 
 
 @dataclass(frozen=True)
@@ -55,8 +85,7 @@ class Row:
 
     def is_edited(self, position: int) -> bool:
         """Whether anything changes its logits before temperature."""
-        ids = self.ids(position)
-        return self.has_penalties or ids.keep is not None or ids.forbid.numel() + self.bias_ids.numel() > 0
+        return self.has_penalties or not self.ids(position).is_all or self.bias_ids.numel() > 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +106,14 @@ class Penalised:
 
 
 @dataclass(frozen=True)
+class Masked:
+    """Arguments of `mask_tokens`."""
+
+    at: Tensor  # [E] int64 rows of the group's logits
+    words: Tensor  # [E, ceil(V / 32)] int32
+
+
+@dataclass(frozen=True)
 class Group:
     """Rows of a batch that take the same way to a token; at most `max_rows` where that way makes copies of logits."""
 
@@ -86,8 +123,14 @@ class Group:
     floats: Tensor  # [R, 6] float32, see SamplingState
     top_k: Tensor  # [R] int64
     u: Tensor  # [R] float64 uniform numbers; 0 in a greedy group
+    masked: Masked | None
     edits: Edits | None
     penalised: Penalised | None
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether anything changes logits before temperature."""
+        return not (self.masked is None and self.edits is None and self.penalised is None)
 
 
 @dataclass(frozen=True)
@@ -146,17 +189,20 @@ class SamplingState:
         self.history.free(row)
 
     @torch.inference_mode()
-    def gather(self, rows: Sequence[int], positions: Sequence[int]) -> SamplingBatch:
+    def gather(self, rows: Sequence[int], positions: Sequence[int], masks: TokenMasks | None = None) -> SamplingBatch:
         """Inputs of one step on a CPU.
 
         Args:
             rows: the rows that sample, in the order of the logits.
             positions: of the token each will get: the number of tokens before it.
+            masks: what constraints let them choose.
         """
         used = [self._row(row) for row in rows]
+        masks = masks and self._with_row_ids(masks, used, positions)
+        masked = masks.rows if masks else frozenset()
         by_way: dict[tuple[Method, int, bool], list[int]] = defaultdict(list)
         for i, row in enumerate(used):
-            by_way[row.method, row.width, row.is_edited(positions[i])].append(i)
+            by_way[row.method, row.width, i in masked or row.is_edited(positions[i])].append(i)
         groups = []
         for (method, width, is_edited), members in by_way.items():
             copies = is_edited or method != "greedy"
@@ -165,6 +211,7 @@ class SamplingState:
             for first in range(0, len(members), step):
                 part = members[first : first + step]
                 index = torch.tensor([rows[i] for i in part])
+                at, words = masks.of(part) if masks and is_edited else (np.arange(0), None)
                 groups.append(
                     Group(
                         method=method,
@@ -173,7 +220,8 @@ class SamplingState:
                         floats=self.floats[index],
                         top_k=self.top_k[index],
                         u=torch.from_numpy(numbers[first : first + step]),
-                        edits=self._edits([used[i] for i in part], [positions[i] for i in part]),
+                        masked=Masked(torch.from_numpy(at), torch.from_numpy(words)) if len(at) else None,
+                        edits=self._edits([used[i] for i in part], [positions[i] for i in part], at),
                         penalised=self._penalised([rows[i] for i in part]),
                     )
                 )
@@ -188,6 +236,21 @@ class SamplingState:
         seeds = np.array([used[i].seed for i in members], dtype=np.int64)
         return uniform(seeds, np.array([positions[i] for i in members], dtype=np.int64))
 
+    def _with_row_ids(self, masks: TokenMasks, used: list[Row], positions: Sequence[int]) -> TokenMasks:
+        """With the restrictions of the rows' own parameters, as far as these leave a token: first min_tokens yields."""
+        words = None
+        for k, i in enumerate(masks.at.tolist()):
+            row = used[i]
+            for ids in (row.ids(positions[i]), row.late):
+                if ids.is_all:
+                    break
+                both = masks.words[k] & ids.words
+                if both.any():
+                    words = masks.words.copy() if words is None else words
+                    words[k] = both
+                    break
+        return masks if words is None else replace(masks, words=words)
+
     def _row_ids(self, seq: NewSeq) -> tuple[RowIds, RowIds]:
         """Restrictions before and after min_tokens outputs.
 
@@ -197,24 +260,33 @@ class SamplingState:
         stop = set(seq.stop_ids)
         if allowed:
             allowed = allowed - bad or allowed
-            return RowIds(self._ids(allowed - stop or allowed), self._ids()), RowIds(self._ids(allowed), self._ids())
+            early = allowed - stop or allowed
+            return self._allowing(early), self._allowing(allowed)
         bad = bad if len(bad) < self.vocab_size else set()
         early = bad | stop if len(bad | stop) < self.vocab_size else bad
-        return RowIds(None, self._ids(early)), RowIds(None, self._ids(bad))
+        return RowIds(None, self._ids(early), self.vocab_size), RowIds(None, self._ids(bad), self.vocab_size)
+
+    def _allowing(self, ids: set[int]) -> RowIds:
+        return RowIds(self._ids(ids), self._ids(), self.vocab_size)
 
     def _ids(self, ids: Iterable[int] = ()) -> Tensor:
         return torch.tensor(sorted(ids), dtype=torch.int64)
 
-    def _edits(self, used: list[Row], positions: list[int]) -> Edits | None:
+    def _edits(self, used: list[Row], positions: list[int], masked: NDArray[np.int64]) -> Edits | None:
+        """
+        Args:
+            masked: those whose masks say what they may choose: only their biases are left.
+        """
+        is_masked = frozenset(masked.tolist())
         keep_rows: list[int] = []
         keep, forbid, biased, bias = [], [], [], []
         for i, row in enumerate(used):
             ids = row.ids(positions[i])
             first = i * self.vocab_size
-            if ids.keep is not None:
+            if ids.keep is not None and i not in is_masked:
                 keep_rows.append(i)
                 keep.append(ids.keep + first)
-            if ids.forbid.numel():
+            if ids.forbid.numel() and i not in is_masked:
                 forbid.append(ids.forbid + first)
             if row.bias_ids.numel():
                 biased.append(row.bias_ids + first)

@@ -21,6 +21,7 @@ from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.errors import EngineDead
 from pagedray.engine.executor import RankWorker
 from pagedray.engine.messages import RunnerOutput, SchedulerOutput
+from pagedray.engine.metrics import ExpertCounts
 from pagedray.engine.worker.control import Listener, Member
 from pagedray.engine.worker.gang_worker import Follower, LeadWorker, make_rank
 
@@ -66,6 +67,10 @@ class SpawnedGang:
     def result(self, step: int) -> RunnerOutput:
         assert self._lead is not None
         return self._lead.result(step)
+
+    def expert_loads(self) -> ExpertCounts:
+        assert self._lead is not None
+        return self._lead.expert_loads()
 
     def close(self) -> None:
         """End the other ranks' processes. Safe to call twice."""

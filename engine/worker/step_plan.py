@@ -67,11 +67,14 @@ class StepPlan:
 
     @functools.cached_property
     def wanted_tokens(self) -> NDArray[np.int64] | None:
-        """Whose hidden states are wanted, in the order of `sampled`; one at least. None: all, as they lie."""
+        """Whose hidden states are wanted, in the order of `sampled`. None: all, as they lie.
+
+        Where nobody's are there is one all the same: a negative index, which finds the first token and says so.
+        """
         sampling, num_tokens = self.sampling_tokens, self.num_tokens
         if self.prompt_spans or (len(sampling) == num_tokens and (sampling == np.arange(num_tokens)).all()):
             return None
-        return self.sampling_tokens if self.sampled else np.zeros(1, np.int64)
+        return self.sampling_tokens if self.sampled else np.full(1, -num_tokens)
 
     @property
     def token_rows(self) -> NDArray[np.int64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pagedray.engine.messages import NewSeq, SamplingParams, ScheduledSeq, SchedulerOutput
+from pagedray.engine.messages import Constraint, NewSeq, ReasoningSpan, SamplingParams, ScheduledSeq, SchedulerOutput
 from pagedray.engine.worker.kv_cache import CacheSize
 
 _PROMPT_TOKENS = 64
@@ -13,6 +13,9 @@ _SAMPLED = SamplingParams(max_tokens=2, seed=0)
 _FILTERED = SamplingParams(max_tokens=2, seed=0, top_p=0.9, top_k=50)
 _EDITED = SamplingParams(
     max_tokens=2, seed=0, top_p=0.9, repetition_penalty=1.1, logit_bias=((0, 1.0),), logprobs=1, prompt_logprobs=1
+)
+_FORCED = SamplingParams(  # by a constraint that needs no tokenizer
+    max_tokens=2, seed=0, constraint=Constraint(reasoning=ReasoningSpan(b"", b"", (0,) * 2, is_open=True, max_tokens=0))
 )
 _FEW = (1, 2, 4, 8, 16)  # numbers of rows that kernels for few of them are compiled for
 
@@ -38,7 +41,7 @@ class MadeUpSteps:
         yield from self._prompt_and_token(_GREEDY, 1)
         if not is_gpu:
             return
-        for params in (_SAMPLED, _FILTERED, _EDITED):
+        for params in (_SAMPLED, _FILTERED, _EDITED, _FORCED):
             yield from self._prompt_and_token(params, 2)
         for size in _FEW:
             if size <= min(self._num_rows, self._max_tokens):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -15,8 +16,10 @@ import torch
 from pagedray.engine.checkpoint import Checkpoint, open_checkpoint
 from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.errors import ConfigError, EngineDead
+from pagedray.engine.grammar.vocabulary import Vocabulary, make_vocabulary
 from pagedray.engine.layers.moe import expert_loads, forget_expert_loads
 from pagedray.engine.messages import RunnerOutput, SchedulerOutput
+from pagedray.engine.metrics import ExpertCounts
 from pagedray.engine.models.parse import model_spec
 from pagedray.engine.models.registry import build_model
 from pagedray.engine.models.spec import ModelSpec
@@ -25,6 +28,7 @@ from pagedray.engine.text.tokenizer import load_tokenizer
 from pagedray.engine.worker.assemble import Assembly
 from pagedray.engine.worker.backend import choose_backend, choose_device, choose_dtype
 from pagedray.engine.worker.device import find_machine, memory_for, with_compiled_kernels
+from pagedray.engine.worker.host_copies import HostCopies
 from pagedray.engine.worker.host_memory import keep_freed_memory
 from pagedray.engine.worker.parallel import ALONE, Parallel
 from pagedray.engine.worker.runner import ModelRunner, PendingOutput
@@ -50,6 +54,7 @@ class Worker:
         self._stream = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagedray-worker")
         self._steps: dict[int, Future[PendingOutput]] = {}  # the last few, oldest first
         self._failure: Exception | None = None
+        self._closing = contextlib.ExitStack()
         self._runner: ModelRunner
 
     def load(self, on_phase: Callable[[str, float], None] = lambda name, seconds: None) -> EngineFacts:
@@ -89,13 +94,11 @@ class Worker:
         with self._failures_of(step):
             return pending.wait()
 
-    def expert_loads(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens that each of the model's experts got, per layer of this stage that has experts.
-
-        Waits for the steps that are queued.
-        """
-        loads = self._stream.submit(expert_loads, self._runner.model).result()
-        return () if loads is None else tuple(map(tuple, loads.tolist()))
+    def expert_loads(self) -> ExpertCounts:
+        """Of the layers of this stage, in the steps submitted so far, which it waits for; they don't wait for it."""
+        layers, loads, copies = self._stream.submit(self._copy_loads).result()
+        copies.wait()
+        return {} if loads is None else dict(zip(layers, map(tuple, loads.tolist()), strict=True))
 
     def abort(self) -> None:
         """End a step that waits for ranks which are gone."""
@@ -104,6 +107,12 @@ class Worker:
     def close(self) -> None:
         """Finish the step that runs, drop those that wait. Safe to call twice."""
         self._stream.shutdown(wait=True, cancel_futures=True)
+        self._closing.close()
+
+    def _copy_loads(self) -> tuple[tuple[int, ...], torch.Tensor | None, HostCopies]:
+        layers, loads = expert_loads(self._runner.model)
+        copies = HostCopies(torch.cuda.Stream(loads.device) if loads is not None and loads.is_cuda else None)
+        return layers, None if loads is None else copies.add(loads), copies.finish()
 
     def _launch(self, out: SchedulerOutput) -> PendingOutput:
         if self._failure is not None:  # rows and pages are in an unknown state
@@ -158,12 +167,14 @@ class Worker:
         phases.end("pack weights")
 
         rank_spec = spec.of_one_rank(parallel.tp.size)
-        parts = Assembly(model, rank_spec, device, dtype, kv_dtype, backend, config, parallel)
+        load_vocabulary = functools.partial(_load_vocabulary, checkpoint, spec)
+        parts = Assembly(model, rank_spec, device, dtype, kv_dtype, backend, config, parallel, load_vocabulary)
         with memory_for("a step", "lower max_num_batched_tokens or max_num_seqs"):
             size = parts.size()
         if device.type == "cuda":
             phases.end("measure memory")
         self._runner = parts.runner(size)
+        self._closing.callback(self._runner.constraints.close)
         phases.end("allocate kv cache")
         for out in parts.made_up_steps(size).everything(device.type == "cuda"):
             self._runner.run(out).wait()
@@ -174,6 +185,8 @@ class Worker:
                 self._runner.capture(*sizes)
             phases.end("capture graphs")
         forget_expert_loads(model)  # those of made-up steps
+        if parallel.is_last_stage:
+            self._runner.constraints.start()  # in the background: the first one shouldn't hold up a step for it
         log.info(
             "worker ready model=%s dtype=%s threads=%d blocks=%d gib=%.2f tokens=%d attention=%s (%s)",
             *(checkpoint.name, dtype_name, torch.get_num_threads()),
@@ -211,6 +224,11 @@ def _eos_ids(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[int, ...]:
         with contextlib.suppress(ConfigError):  # without a tokenizer there is nothing to add; who needs one will say so
             ids += load_tokenizer(checkpoint).eos_ids
     return tuple(token_id for token_id in dict.fromkeys(ids) if token_id < spec.vocab_size)
+
+
+def _load_vocabulary(checkpoint: Checkpoint, spec: ModelSpec) -> Vocabulary:
+    """As the ingress has it. Raises: ConfigError: the checkpoint has no tokenizer that can be used."""
+    return make_vocabulary(load_tokenizer(checkpoint), spec.vocab_size, _eos_ids(checkpoint, spec))
 
 
 class _Phases:

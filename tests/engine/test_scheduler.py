@@ -548,6 +548,43 @@ def test_deadlines_end_queued_and_running_requests():
     assert ends(sched.take_updates()) == {"a": "abort"} and sched.take_updates() == []
 
 
+# Failures of single requests
+
+
+@pytest.mark.parametrize("state", ["prefilling", "decoding", "in flight", "preempted"])
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 0}])
+def test_a_failed_request_ends_alone_in_every_state(state: str, asked: dict[str, int]):
+    sched = make_scheduler(prefill_chunk_tokens=4, max_num_seqs=2, policy="priority")
+    add(sched, request("a", 8, priority=2, **asked), request("b", 4, priority=1))
+    step(sched)
+    if state != "prefilling":
+        step(sched)
+    plans = [sched.schedule(0.0)]
+    if state == "in flight":
+        plans += [sched.schedule(0.0), sched.schedule(0.0)]
+    if state == "preempted":
+        add(sched, request("c", priority=0, max_tokens=1))
+        plans.append(sched.schedule(0.0))
+        assert tokens_by_id(plans[1]) == {"b": 1, "c": 4}
+    found = []
+    for number, out in enumerate(plans):
+        told = result(out)
+        logprobs = tuple(TokenLogprobs(t, -1.0, 1, (), ()) for t in told.token_ids) if asked else ()
+        failed = (("a", "no token is left"), ("nobody", "gone")) if number == 0 else ()
+        found.append(sched.commit(RunnerOutput(told.step, told.token_ids, logprobs, (), failed), 0.0))
+        sched.check_invariants()
+    num_output = 0 if state == "prefilling" else 1
+    assert [u for u in found[0] if u.request_id == "a"] == [
+        RequestUpdate("a", num_output, (), "error", None, "no token is left")
+    ]
+    assert [u.token_ids for u in found[0] if u.request_id == "b"] == [(7,)]
+    assert all(u.request_id != "a" for updates in found[1:] for u in updates)
+    if state != "preempted":
+        out, _ = step(sched)
+        assert out.freed_rows == (1,) and tokens_by_id(out) == {"b": 1}
+    assert set(drain(sched)) <= {"b", "c"}
+
+
 # Prefix cache
 
 SHARED = tuple(range(12))

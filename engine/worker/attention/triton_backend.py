@@ -207,9 +207,9 @@ class TritonAttention:
             rows = padded(step.row[:n], extra, self._rows.num_rows).astype(np.int32)
             lengths = padded(step.lengths[:n], extra).astype(np.int32)
             decodes = [plan_decode(rows, lengths, window, layout.num_items) for window in self._windows]
-        wanted = np.zeros(layout.num_wanted, np.int64)
-        if step.wanted_tokens is not None:
-            wanted[: len(step.wanted_tokens)] = step.wanted_tokens
+        wanted = np.full(layout.num_wanted, -layout.num_tokens)  # what holds a place finds the first token
+        if layout.num_wanted:
+            wanted[: len(step.sampling_tokens)] = step.sampling_tokens
         all_tiles = padded(tiles, layout.num_tile_ints - len(tiles))
         return pack([*self._tokens.arrays(step, layout.num_tokens), *decodes, all_tiles, wanted], into)
 

@@ -193,15 +193,16 @@ def test_an_expert_that_does_not_divide_is_refused_with_the_numbers() -> None:
 
 
 def test_counters() -> None:
-    model = nn.Sequential(alone(spec_of()), nn.Identity(), alone(spec_of()))
-    for layer in (model[0], model[2], model[2]):
-        assert isinstance(layer, MoE)
+    first, second = (loaded(MoE(spec_of(), layer, ALONE.tp, ALONE.ep)) for layer in (3, 7))
+    model = nn.Sequential(first, nn.Identity(), second)
+    for layer in (first, second, second):
         output(layer, inputs(10))
-    loads = expert_loads(model)
+    layers, loads = expert_loads(model)
+    assert layers == (3, 7)
     assert loads is not None and loads.shape == (2, NUM_EXPERTS)
     assert loads.sum(1).tolist() == [10 * TOP_K, 20 * TOP_K]
     assert torch.equal(loads[1], 2 * loads[0])
-    assert expert_loads(nn.Identity()) is None
+    assert expert_loads(nn.Identity()) == ((), None)
 
 
 def test_padding_is_not_computed_nor_counted() -> None:
@@ -223,6 +224,19 @@ def test_behind_the_last_attention_rows_are_not_the_steps_tokens() -> None:
     wanted = torch.tensor([1, 0, 0, 0])
     y = output(last, inputs(4), ForwardContext(pages, (), wanted, slots))
     torch.testing.assert_close(y, output(last, inputs(4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the second packs its experts where the CPU can
+def test_what_holds_a_place_is_neither_computed_nor_counted(dtype: torch.dtype) -> None:
+    last = loaded(MoE(spec_of(), 1, ALONE.tp, ALONE.ep).to(dtype))
+    x = inputs(3).to(dtype)
+    expected, before = output(last, x), last.loads.clone()
+    for wanted in ([6, -9, 2], [-9, -9, -9]):
+        y = output(last, x, ForwardContext((), (), torch.tensor(wanted)))
+        is_real = torch.tensor(wanted) >= 0
+        torch.testing.assert_close(y[is_real], expected[is_real])
+        assert not y[~is_real].any()
+    assert (last.loads - before).sum() == 2 * TOP_K
 
 
 @pytest.mark.gpu

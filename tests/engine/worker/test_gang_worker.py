@@ -100,3 +100,43 @@ def test_a_late_report_holds_plans_back() -> None:
         with pytest.raises(EngineDead, match="lost rank 0"):
             following.result(LIMIT_S)
     member.close()
+
+
+class Counting(Waiting):
+    """Tells its loads when a test says so."""
+
+    def __init__(self, loads: dict[int, tuple[int, ...]]) -> None:
+        super().__init__()
+        self._loads, self.may_tell = loads, threading.Event()
+
+    def load(self, on_phase: Any = None) -> Any:
+        return None
+
+    def expert_loads(self) -> dict[int, tuple[int, ...]]:
+        assert self.may_tell.wait(LIMIT_S)
+        return dict(self._loads)
+
+
+def test_loads_of_experts_are_of_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that is busy with a step is late, and no more: it still takes plans and answers pings."""
+    monkeypatch.setattr(gang_worker, "LOADS_S", 0.2)
+    monkeypatch.setattr(gang_worker, "LAST_STEPS_S", 0.1)
+    listener = Listener(HOST)
+    mine, others = Counting({0: (1, 2)}), Counting({3: (4, 5)})
+    mine.may_tell.set()
+    member = Member(listener.address, 1, "place 1", HOST, LIMIT_S)
+    follower: Any = Follower(others, member, True, 2)  # type: ignore[arg-type]
+    meeting = listener.accept(2, LIMIT_S)
+    lead: Any = LeadWorker(mine, meeting, 1, "rank 0", FailureConfig(), other_stages=(1,))  # type: ignore[arg-type]
+    following = ThreadPoolExecutor(1).submit(follower.follow)
+    with pytest.raises(EngineDead, match=r"no word of expert loads within 0\.2 s from rank 1 on place 1"):
+        lead.expert_loads()
+    assert meeting.silent_ranks(LIMIT_S) == []
+    lead.submit(SchedulerOutput(0, (), (), ()))
+    others.may_tell.set()
+    monkeypatch.setattr(gang_worker, "LOADS_S", LIMIT_S)
+    assert lead.expert_loads() == {0: (1, 2), 3: (4, 5)}
+    lead.close()
+    with pytest.raises(EngineDead, match="lost rank 0"):
+        following.result(LIMIT_S)
+    member.close()

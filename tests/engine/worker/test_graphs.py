@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -10,11 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from pagedray.engine.messages import NewSeq, RunnerOutput, SamplingParams, ScheduledSeq, SchedulerOutput
+from pagedray.engine.grammar.vocabulary import Vocabulary
+from pagedray.engine.messages import (
+    Constraint,
+    NewSeq,
+    ReasoningSpan,
+    RunnerOutput,
+    SamplingParams,
+    ScheduledSeq,
+    SchedulerOutput,
+)
 from pagedray.engine.worker import graphs
+from pagedray.engine.worker.constraints import Constraints
 from pagedray.engine.worker.gpu_sampler import GpuSampler, GpuSamplingState
 from pagedray.engine.worker.runner import ModelRunner, PendingOutput
 from pagedray.kernels import sample_rows as fields
+from tests.engine.worker.grammars import Compiler
 from tests.engine.worker.steps import BLOCK_SIZE, SIZES, make_runner, prompt, reference_model
 
 R = TypeVar("R")
@@ -219,6 +231,55 @@ def test_rows_that_ask_for_more_between_plain_ones(device: torch.device, run_ahe
                 assert (one.token_id, one.rank, one.top_ids) == (other.token_id, other.rank, other.top_ids)
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert any(output.logprobs for output in found)
+
+
+LETTERS = Vocabulary((*(bytes([32 + i]) for i in range(95)), b"<eos>"), (95,), (95,))
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2, 3])
+def test_constrained_rows_between_plain_ones(device: torch.device, run_ahead: int, ways: list[str]) -> None:
+    """Steps that have one among them are replayed up to the hidden states; the others are as fast as ever."""
+    word, digits = (Constraint(Compiler(LETTERS).regex(regex)) for regex in ("[a-f]{30}", "[0-9]{30}"))
+    budget = Constraint(reasoning=ReasoningSpan(b"", b"~~", (94, 94), is_open=True, max_tokens=7))
+    plans = Plans(1)
+    for row, settings in enumerate([*PLAIN.values(), *OTHERS.values()]):
+        plans.begin(row, 2 + row, **settings, **({"constraint": word} if row == 6 else {}))
+    plans.begin(9, 4, constraint=word)
+    plans.begin(10, 5, constraint=digits, top_k=5, frequency_penalty=1.0)
+    plans.begin(11, 3, constraint=budget)
+    plans.step({0: 2, 1: 3, 11: 3})
+    plans.decode(0, 1, 11, times=6)
+    plans.step({9: 4, 0: 1, 10: 5})
+    plans.decode(0, 9, 10, times=2)
+    plans.decode(0, 1)
+    plans.decode(11, 0, times=4)  # the budget is spent; with its last forced token known, nothing restricts the row
+    plans.step({2: 4, 3: 5, 6: 8})
+    plans.decode(9, 10, 2, 6, times=3)
+    plans.step({4: 6, 5: 7, 7: 9, 8: 10})
+    plans.decode(*range(12))  # more than any graph holds
+    plans.end(9)
+    plans.begin(9, 7, constraint=digits)
+    plans.step({9: 7})
+    plans.decode(9, 10, times=2)
+    eager, captured = gpu_runner(device), gpu_runner(device)
+    captured.capture(NUM_SEQS, NUM_TOKENS)
+    for runner in (eager, captured):
+        runner.constraints = Constraints(NUM_ROWS, SIZES["vocab_size"], lambda: LETTERS)
+    expected = play(eager, plans.outs)
+    ways.clear()
+    found = play(captured, plans.outs, run_ahead)
+    assert tokens_of(found) == tokens_of(expected)
+    assert all(output.failed == () for output in found + expected)
+    assert ways[:7] == ["captured"] * 7 and ways[7:10] == ["hidden"] * 3 and ways[10] == "captured"
+    assert ways[11:15] == ["hidden"] * 3 + ["captured"]
+    output: dict[str, list[int]] = {}
+    for plan, result in zip(plans.outs, found, strict=True):
+        for seq, token_id in zip(plan.scheduled, result.token_ids, strict=True):
+            if seq.samples and (seq.seq_id != "s9" or result.step < len(plans.outs) - 3):
+                output.setdefault(seq.seq_id, []).append(token_id)
+    for name, regex in (("s6", "[a-f]+"), ("s9", "[a-f]+"), ("s10", "[0-9]+")):
+        assert re.fullmatch(regex, "".join(chr(32 + token_id) for token_id in output[name]))
+    assert output["s11"][7:9] == [94, 94] and 94 not in output["s11"][:7]
 
 
 def test_a_prompt_that_is_scored_runs_eagerly(device: torch.device, ways: list[str]) -> None:

@@ -115,7 +115,7 @@ def test_a_plan_per_group() -> None:
     assert kernel(batch.plans[1]).chunks[0].mask is not None
     assert (step.sampled, len(step.sampling_tokens)) == ((), 0)
     assert batch.wanted is not None
-    assert batch.wanted.tolist() == [0]  # a stack of no rows at all would be a case of its own
+    assert batch.wanted.tolist() == [-7]  # the first token holds a place: no rows at all would be a case of their own
 
 
 def test_whose_hidden_states_are_wanted() -> None:

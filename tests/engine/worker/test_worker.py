@@ -14,7 +14,16 @@ import torch
 
 from pagedray.engine.config import load_config
 from pagedray.engine.errors import ConfigError, EngineDead, UnsupportedModel
-from pagedray.engine.messages import NewSeq, RunnerOutput, SamplingParams, ScheduledSeq, SchedulerOutput
+from pagedray.engine.grammar.vocabulary import Vocabulary
+from pagedray.engine.messages import (
+    Constraint,
+    NewSeq,
+    ReasoningSpan,
+    RunnerOutput,
+    SamplingParams,
+    ScheduledSeq,
+    SchedulerOutput,
+)
 from pagedray.engine.worker import worker as worker_module
 from pagedray.engine.worker.runner import ModelRunner, PendingOutput
 from pagedray.engine.worker.worker import Worker
@@ -187,16 +196,28 @@ def test_loads_of_experts_are_those_of_the_steps() -> None:
     """Two of eight experts a token; behind the last layer's attention only the sampled one goes on."""
     worker = make_worker("mixtral")
     worker.load()
-    assert worker.expert_loads() == ((0,) * 8,) * 3
+    assert worker.expert_loads() == dict.fromkeys(range(3), (0,) * 8)
     worker.submit(first_step())
-    assert [sum(layer) for layer in worker.expert_loads()] == [6, 6, 2]
+    assert [sum(counts) for counts in worker.expert_loads().values()] == [6, 6, 2]
     worker.submit(decode_step(1))
-    assert [sum(layer) for layer in worker.expert_loads()] == [8, 8, 4]
+    assert [sum(counts) for counts in worker.expert_loads().values()] == [8, 8, 4]
+    worker.close()
+
+
+def test_a_chunk_that_samples_nothing_is_no_load_of_the_last_layer() -> None:
+    worker = make_worker("mixtral")
+    worker.load()
+    new = NewSeq("a", 0, tuple(range(3, 10)), 7, SamplingParams(max_tokens=9, seed=0, temperature=0.0), ())
+    worker.submit(SchedulerOutput(0, (new,), (ScheduledSeq("a", 0, 0, 4, False, ((1, 2),)),), ()))
+    assert [sum(counts) for counts in worker.expert_loads().values()] == [8, 8, 0]
+    worker.submit(SchedulerOutput(1, (), (ScheduledSeq("a", 0, 4, 3, True, ((),)),), ()))
+    assert [sum(counts) for counts in worker.expert_loads().values()] == [14, 14, 2]
+    assert worker.result(1).token_ids[0] >= 0
     worker.close()
 
 
 def test_a_dense_model_has_no_loads(worker: Worker) -> None:
-    assert worker.expert_loads() == ()
+    assert worker.expert_loads() == {}
 
 
 def test_close_ends_the_thread_and_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,4 +277,27 @@ def test_an_unknown_architecture_is_refused_before_its_config_is_read(tmp_path: 
     worker = make_worker(model=str(tmp_path))
     with pytest.raises(UnsupportedModel, match="did you mean LlamaForCausalLM"):
         worker.load()
+    worker.close()
+
+
+def test_what_constraints_need_is_loaded_beside_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_load, asked = threading.Event(), threading.Event()
+
+    def load(*args: Any) -> Vocabulary:
+        asked.set()
+        assert may_load.wait(60.0)
+        return Vocabulary(tuple(bytes([65 + i % 26]) for i in range(512)), (), (2,))
+
+    monkeypatch.setattr(worker_module, "_load_vocabulary", load)
+    worker = make_worker()
+    worker.load()
+    assert asked.wait(60.0)
+    worker.submit(first_step())
+    assert len(worker.result(0).token_ids) == 1
+    span = ReasoningSpan(b"", b"ZZ", (7,), is_open=True, max_tokens=0)
+    params = SamplingParams(max_tokens=9, seed=0, constraint=Constraint(reasoning=span))
+    new, part = NewSeq("b", 1, (3, 4), 2, params, ()), ScheduledSeq("b", 1, 0, 2, True, ((4,),))
+    worker.submit(SchedulerOutput(1, (new,), (part,), ()))
+    may_load.set()  # now a step waits for it
+    assert worker.result(1).token_ids == (7,)
     worker.close()
