@@ -59,6 +59,9 @@ class IdleWorker:
     def result(self, step: int) -> RunnerOutput:
         return RunnerOutput(step, self._tokens)
 
+    def expert_loads(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
     def abort(self) -> None:
         pass
 

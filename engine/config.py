@@ -9,16 +9,18 @@ their leaf as an argument. What is learned at run time is `EngineFacts`, not a w
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_origin
 
 import msgspec
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from pagedray.engine.errors import ConfigError
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
+MAX_API_KEY = 1024  # characters
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -159,8 +161,32 @@ class FailureConfig(Leaf):
 
 
 class ServerConfig(Leaf):
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all. There is no authentication.")
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all. See api_key.")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port.")
+    ssl_certfile: str | None = Field(
+        None,
+        description="PEM file of a certificate and its chain, for HTTPS. Serve's Python proxy serves it, not HAProxy.",
+    )
+    ssl_keyfile: str | None = Field(None, description="PEM file of the certificate's private key, not encrypted.")
+    api_key: tuple[SecretStr, ...] = Field(
+        (),
+        exclude=True,  # so that no dump of the settings shows it
+        description="Keys of which clients must send one. A flag is seen by all users of the machine: prefer "
+        "api_key_file or PAGEDRAY_API_KEY. Default: no authentication.",
+    )
+    api_key_file: str | None = Field(
+        None, description="File of more such keys, one a line, # begins a comment; read again when it changes."
+    )
+    cors_allow_origins: tuple[str, ...] = Field(
+        (), description="Web origins whose pages may call the API from a browser; * for all. Default: none."
+    )
+    cors_allow_methods: tuple[str, ...] = Field(
+        ("GET", "POST", "DELETE"), description="Methods that those pages may use; * for all."
+    )
+    cors_allow_headers: tuple[str, ...] = Field(("*",), description="Headers that those pages may send; * for all.")
+    cors_allow_credentials: bool = Field(
+        False, description="Let those pages send cookies; API keys need no such leave. Not with origins *."
+    )
     num_ingress_replicas: int = Field(1, ge=1, description="Ingress processes.")
     num_engine_replicas: int = Field(1, ge=1, description="Engine replicas, each with its own copy of the model.")
     data_parallel_size: int | None = Field(None, ge=1, description="Another name of num_engine_replicas.")
@@ -196,7 +222,41 @@ class ServerConfig(Leaf):
     )
     haproxy: bool = Field(True, description="Use Serve's HAProxy mode; off: Serve's Python proxy.")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest request body; beyond it 413.")
+    max_json_depth: int = Field(
+        128, ge=8, le=256, description="Most arrays and objects within each other in a request body; beyond it 400."
+    )
+    max_header_bytes: int = Field(
+        32 * 2**10, ge=1024, description="Names and values of a request's headers together; beyond it 431."
+    )
+    client_stall_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="An answer that has waited for its client to read for so long is given up. Serve's Python proxy "
+        "takes answers whole and hides slow clients; HAProxy doesn't.",
+    )
     log_stats_interval_s: float = Field(10.0, gt=0, description="Seconds between throughput lines while there is work.")
+
+    @field_validator("api_key")
+    @classmethod
+    def _check_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for i, key in enumerate(keys):
+            text = key.get_secret_value()
+            if not text or text != text.strip() or not text.isprintable() or len(text) > MAX_API_KEY:
+                raise ValueError(
+                    f"key {i + 1} of {len(keys)} can't be used: one has 1 to {MAX_API_KEY} printable characters, "
+                    "and no blank at its ends"
+                )
+        return keys
+
+    @field_validator("cors_allow_origins")
+    @classmethod
+    def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+                raise ValueError(
+                    f"{origin!r} is no web origin; one is scheme://host or scheme://host:port, without a path"
+                )
+        return origins
 
     @property
     def fewest_engines(self) -> int:
@@ -288,11 +348,25 @@ class Config(Leaf):
                     f"{fixed} ({server.num_engine_replicas}) fixes the number of engines, and {name} "
                     f"({getattr(server, name)}) lets it follow the load; give one of the two"
                 )
+        if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
+            given, missing = ("ssl_certfile", "ssl_keyfile")[:: 1 if server.ssl_certfile else -1]
+            raise ValueError(
+                f"{given} ({getattr(server, given)}) needs {missing}: HTTPS takes a certificate and its key"
+            )
+        if server.cors_allow_credentials and "*" in server.cors_allow_origins:
+            raise ValueError(
+                "cors_allow_credentials with cors_allow_origins * would lend every page the user's cookies; "
+                "name the origins, or leave credentials off"
+            )
         if server.most_engines < server.fewest_engines:
             raise ValueError(
                 f"max_replicas ({server.max_replicas}) must be at least min_replicas ({server.fewest_engines})"
             )
         return self
+
+    def without_keys(self) -> Config:
+        """The same for those who need not know clients' API keys."""
+        return self.model_copy(update={"server": self.server.model_copy(update={"api_key": ()})})
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -376,7 +450,9 @@ def load_config(
             put(name, value, "configuration")
     for variable, text in (environ or {}).items():
         field = variable.removeprefix("PAGEDRAY_").lower()
-        if not variable.startswith("PAGEDRAY_") or not text.strip() or "://" in text[:8]:
+        if variable == "PAGEDRAY_API_KEY" and not text.strip():
+            raise ConfigError("PAGEDRAY_API_KEY is set and empty; unset it to serve without authentication")
+        if not variable.startswith("PAGEDRAY_") or not text.strip() or text.startswith(("tcp://", "udp://", "sctp://")):
             continue  # beside a Kubernetes service of that name there is PAGEDRAY_PORT=tcp://…
         if field in owner:
             put(field, None if text.strip().lower() in ("null", "none") else text, variable)

@@ -12,9 +12,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.errors import EngineDead, EngineUnavailable, Overloaded
 from pagedray.engine.executor import Executor
+from pagedray.engine.load_watch import LoadWatch
 from pagedray.engine.messages import EngineNews, Request, RequestUpdate, RunnerOutput, UpdateBatch
 from pagedray.engine.metrics import EngineLoad, EngineStats
 from pagedray.engine.outbox import Outbox
@@ -44,6 +47,7 @@ class Engine:
         self._clock = clock
         self._run_ahead = config.scheduler.run_ahead
         self._failure = config.failure
+        self._load_watch = LoadWatch(executor.expert_loads, clock)
         self._throughput = ThroughputLog(config.server.log_stats_interval_s)
         self._outboxes: dict[str, Outbox] = {}
         self._early_aborts: dict[str, None] = {}  # oldest first; ids are never used twice
@@ -126,6 +130,11 @@ class Engine:
             stalled_s=self._stalled_s(),
         )
 
+    async def stats_with_experts(self) -> EngineStats:
+        """And what the experts got, which the workers are asked for now and then; waits a moment for them."""
+        experts = await self._load_watch.read()
+        return msgspec.structs.replace(self.stats(), experts=experts)
+
     def load(self) -> EngineLoad:
         """How full it is, by what runs and waits and by the KV cache."""
         stats = self._scheduler.stats()
@@ -160,6 +169,7 @@ class Engine:
                 outbox.fail(self._dead)
             raise
         finally:
+            self._load_watch.close()
             self._executor.close()
 
     def _plan(self) -> None:

@@ -7,11 +7,14 @@
     │   └── Unsupported         a field or value that pagedray doesn't implement, refused by name: 400
     ├── Overloaded              the queue is full; try again: 429 with Retry-After
     ├── EngineUnavailable       starting, draining or rebuilding: 503 with Retry-After
+    ├── DeadlineExceeded        the client's own time limit passed: 408
+    ├── RequestFailed           this request alone went wrong in the engine: 500
     ├── EngineDead              a worker or the scheduler died and the request could not be moved: 500
     └── ConfigError             the server can't start like this; the message names the setting
         └── UnsupportedModel    an architecture or checkpoint that can't be loaded
 
-HTTP codes are chosen in serving/app.py alone. All of them survive pickling: args are the constructor's arguments.
+Kinds of UserError that only HTTP knows are in serving/refusals.py, and codes are chosen in serving/app.py alone. All of
+them survive pickling: args are the constructor's arguments.
 """
 
 from __future__ import annotations
@@ -71,6 +74,22 @@ class EngineUnavailable(PagedrayError):
 
     def __str__(self) -> str:
         return self.reason
+
+
+class DeadlineExceeded(PagedrayError):
+    """The answer took longer than its client gave it."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+
+class RequestFailed(PagedrayError):
+    """The engine ended this request with an error; it and its other requests are well."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
 
 
 class EngineDead(PagedrayError):

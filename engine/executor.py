@@ -9,6 +9,7 @@ from typing import Protocol
 
 from pagedray.engine.config import EngineFacts
 from pagedray.engine.messages import RunnerOutput, SchedulerOutput
+from pagedray.engine.metrics import ExpertCounts
 
 
 class Executor(Protocol):
@@ -24,6 +25,9 @@ class Executor(Protocol):
             EngineDead: the gang died, or the step took longer than its deadline.
         """
 
+    async def expert_loads(self) -> ExpertCounts:
+        """Of the whole model, in the steps submitted so far. Raises when a rank doesn't answer."""
+
     def close(self) -> None:
         """Let go of the workers; nothing may be submitted afterwards."""
 
@@ -34,6 +38,9 @@ class StepWorker(Protocol):
     def load(self) -> EngineFacts: ...
     def submit(self, out: SchedulerOutput) -> None: ...
     def result(self, step: int) -> RunnerOutput: ...
+    def expert_loads(self) -> ExpertCounts:
+        """Of the layers that it stands for, in the steps submitted so far, which it waits for."""
+
     def close(self) -> None: ...
 
 
@@ -61,6 +68,9 @@ class LocalExecutor:
         out = await asyncio.to_thread(self._worker.result, self._steps[0])
         self._steps.popleft()
         return out
+
+    async def expert_loads(self) -> ExpertCounts:
+        return await asyncio.to_thread(self._worker.expert_loads)
 
     def close(self) -> None:
         self._worker.close()

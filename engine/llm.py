@@ -21,23 +21,33 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from pagedray.engine.checkpoint import open_checkpoint
 from pagedray.engine.config import EMBEDDED_MODEL, Device, EngineFacts, load_config
 from pagedray.engine.engine import Engine
 from pagedray.engine.errors import UserError
-from pagedray.engine.executor import LocalExecutor, RankWorker, StepWorker
+from pagedray.engine.executor import LocalExecutor, RankWorker
 from pagedray.engine.generation import GenerationParams, make_requests
-from pagedray.engine.messages import FinishReason, PromptLogprobs, Request, RequestUpdate, TokenLogprobs
-from pagedray.engine.models.parse import model_spec
-from pagedray.engine.models.stages import check_ranks
+from pagedray.engine.grammar.compiler import GrammarCompiler
+from pagedray.engine.grammar.source import GrammarSource
+from pagedray.engine.grammar.vocabulary import make_vocabulary
+from pagedray.engine.local_worker import local_tokenizer, local_worker
+from pagedray.engine.messages import (
+    CompiledGrammar,
+    Constraint,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    RequestUpdate,
+    TokenLogprobs,
+)
 from pagedray.engine.text.detokenizer import Detokenizer
-from pagedray.engine.text.tokenizer import Tokenizer, load_tokenizer
+from pagedray.engine.text.tokenizer import Tokenizer
 
 CLIENT_ID = "local"
 UNBOUNDED = 2**62  # the caller's own lists need no admission control
 POLL_S = 3600.0
 
 Prompt = str | Sequence[int]
+Grammars = GrammarSource | Sequence[GrammarSource | None] | None
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -82,23 +92,9 @@ class LLM:
     ):
         unbounded = {"max_queued_requests": UNBOUNDED, "max_queued_tokens": UNBOUNDED}
         self.config = load_config(overrides={"model": model, **unbounded, **settings}, auto_device=_device)
-        if worker_class is None:
-            from pagedray.engine.worker.worker import Worker
-
-            worker_class = Worker
-        worker: StepWorker
-        if self.config.worker.num_ranks == 1:
-            worker = worker_class(self.config)
-        else:
-            from pagedray.engine.worker.spawned_gang import SpawnedGang
-
-            worker = SpawnedGang(self.config, worker_class)
+        worker = local_worker(self.config, worker_class)
         if tokenizer is None:
-            leaf = self.config.model
-            checkpoint = open_checkpoint(leaf.model, leaf.revision, leaf.needs_weights)
-            if self.config.worker.num_ranks > 1:  # what can't be is found before a process starts
-                check_ranks(model_spec(checkpoint), self.config.worker)
-            tokenizer = load_tokenizer(checkpoint, leaf.chat_template)
+            tokenizer = local_tokenizer(self.config)
         self.tokenizer = tokenizer
         self.facts: EngineFacts = worker.load()
         self._ids = itertools.count()
@@ -108,12 +104,14 @@ class LLM:
         self._engine = Engine(self.config, self.facts, LocalExecutor(worker))
         asyncio.run_coroutine_threadsafe(self._engine.run(), self._loop)
         self._ack = 0
+        self._grammars: GrammarCompiler | None = None  # made when the first grammar comes
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: GenerationParams | Sequence[GenerationParams] | None = None,
         *,
+        grammar: Grammars = None,
         progress: bool = True,
     ) -> list[Generation]:
         """Complete prompts.
@@ -121,18 +119,20 @@ class LLM:
         Args:
             prompts: a text, a list of token ids, or a list of either.
             params: for all prompts, or one for each. Default: 16 tokens, temperature 1, as the completions API.
+            grammar: what the outputs must look like, for all prompts, or one (or None) for each.
             progress: show a bar on stderr.
 
         Returns:
             One result per prompt, in order.
 
         Raises:
-            UserError: a prompt or a parameter can't be served; nothing was generated then.
+            UserError: a prompt, a parameter or a grammar can't be served; nothing was generated then.
         """
         items: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in items]
+        default = GenerationParams(max_tokens=16)
         return self._generate(
-            ids, _per_prompt(GenerationParams(max_tokens=16) if params is None else params, len(ids)), progress
+            ids, self._with_grammars(default if params is None else params, grammar, len(ids)), progress
         )
 
     def chat(
@@ -143,6 +143,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        grammar: Grammars = None,
         progress: bool = True,
     ) -> list[Generation]:
         """Answer conversations: one list of {"role", "content"} messages, or a list of such lists.
@@ -163,12 +164,17 @@ class LLM:
             )
             for messages in items
         ]
-        return self._generate(ids, _per_prompt(GenerationParams() if params is None else params, len(ids)), progress)
+        default = GenerationParams()
+        return self._generate(
+            ids, self._with_grammars(default if params is None else params, grammar, len(ids)), progress
+        )
 
     def close(self) -> None:
         """Stop the engine and free the model. Safe to call twice."""
         if self._loop.is_closed():
             return
+        if self._grammars is not None:
+            asyncio.run_coroutine_threadsafe(self._grammars.close(), self._loop).result()
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -179,6 +185,28 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _with_grammars(
+        self, params: GenerationParams | Sequence[GenerationParams], grammar: Grammars, num: int
+    ) -> list[GenerationParams]:
+        """One set of parameters for each prompt, with its grammar compiled."""
+        each = _per_prompt(params, num)
+        sources = [grammar] * num if grammar is None or isinstance(grammar, GrammarSource) else list(grammar)
+        if len(sources) != num:
+            raise UserError(f"{len(sources)} grammars for {num} prompts; give one for all, or one for each", "grammar")
+        if not any(sources):
+            return each
+        if self._loop.is_closed():
+            raise RuntimeError("this LLM is closed")
+        compiled = asyncio.run_coroutine_threadsafe(self._compile(sources), self._loop).result()
+        return [p if g is None else _constrained(p, g) for p, g in zip(each, compiled, strict=True)]
+
+    async def _compile(self, sources: Sequence[GrammarSource | None]) -> list[CompiledGrammar | None]:
+        if self._grammars is None:
+            vocabulary = make_vocabulary(self.tokenizer, self.facts.vocab_size, self.facts.eos_ids)
+            self._grammars = GrammarCompiler(vocabulary, self.config.api.grammar_timeout_s)
+        # One after the other: a batch may have more than may wait at once, and most will be equal.
+        return [None if source is None else await self._grammars.compile(source) for source in sources]
 
     def _generate(self, prompts: list[list[int]], params: list[GenerationParams], progress: bool) -> list[Generation]:
         if self._loop.is_closed():
@@ -303,6 +331,11 @@ async def _cancel_others() -> None:
 
 def _is_ids(prompts: Sequence[Any]) -> bool:
     return bool(prompts) and all(isinstance(item, int) for item in prompts)
+
+
+def _constrained(params: GenerationParams, grammar: CompiledGrammar) -> GenerationParams:
+    constraint = msgspec.structs.replace(params.constraint or Constraint(), grammar=grammar)
+    return msgspec.structs.replace(params, constraint=constraint)
 
 
 def _per_prompt(params: GenerationParams | Sequence[GenerationParams], num: int) -> list[GenerationParams]:

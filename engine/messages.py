@@ -45,6 +45,7 @@ class Constraint(msgspec.Struct, frozen=True):
 
     grammar: CompiledGrammar | None = None
     reasoning: ReasoningSpan | None = None
+    bad_sequences: tuple[tuple[int, ...], ...] = ()  # must not be in the output; they yield to grammar and budget
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,6 +31,29 @@ class EngineLoad(msgspec.Struct, frozen=True):
         return max(self.batch, self.kv)
 
 
+ExpertCounts = dict[int, tuple[int, ...]]  # layer → tokens that each expert got; the layers that have experts
+
+
+class LayerLoad(msgspec.Struct, frozen=True):
+    """Tokens that the experts of a layer got."""
+
+    layer: int
+    most: int  # counter: of the one that got most
+    mean: float  # counter: of all
+
+
+class ExpertLoads(msgspec.Struct, frozen=True):
+    """How evenly a model's router fills its experts: some numbers for each layer, and one for each expert."""
+
+    layers: tuple[LayerLoad, ...]
+    experts: tuple[int, ...]  # counter: tokens that expert i of any layer got
+
+    @classmethod
+    def of(cls, counts: ExpertCounts) -> ExpertLoads:
+        layers = [LayerLoad(layer, max(got), sum(got) / len(got)) for layer, got in sorted(counts.items())]
+        return cls(tuple(layers), tuple(map(sum, zip(*counts.values(), strict=True))))
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     scheduler: SchedulerStats
@@ -41,3 +64,4 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     rejected: int  # counter: refused with Overloaded
     step_seconds: float  # counter: time from submit to result, summed over steps
     stalled_s: float  # seconds since the last progress while there is work, else 0
+    experts: ExpertLoads | None = None  # as they were some seconds ago; None: no experts, or not asked

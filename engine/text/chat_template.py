@@ -5,6 +5,7 @@ Renders what transformers' `apply_chat_template` does, after bringing messages i
 - Content given as parts becomes one string, text parts joined by newlines, unless the template loops over parts; then
   content given as a string becomes one text part, unless the template tests for strings.
 - Arguments of tool calls, a JSON string in the API, become the object that templates expect.
+- Reasoning of earlier answers, `reasoning_content`, has the other names too that templates know it by.
 - The role "developer" becomes "system" in templates that don't mention it.
 - Fields that are null, and empty tool calls, are left out.
 - Content that is null becomes an empty string, unless the template tests for none.
@@ -17,7 +18,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import Template, nodes
+from jinja2 import Template, meta, nodes
 
 from pagedray.engine.errors import ConfigError, Unsupported, UserError
 from pagedray.engine.text.template_sandbox import TemplateRefusal, TemplateSandbox
@@ -44,6 +45,10 @@ class ChatTemplate:
         except Exception as error:  # Jinja's own errors, and Python's for what is nested too deeply
             line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
             raise ConfigError(f"the chat template has an error{line}: {error}") from error
+
+    def uses(self, name: str) -> bool:
+        """Whether the template reads a variable. Raises: jinja2's errors for a template with an error."""
+        return name in meta.find_undeclared_variables(self._tree)
 
     def render(
         self,
@@ -139,6 +144,10 @@ class ChatTemplate:
         if calls := prepared.pop("tool_calls", None):
             prepared["tool_calls"] = _with_parsed_arguments(calls, f"{where}.tool_calls")
         content = prepared.get("content")
+        if reasoning := prepared.get("reasoning_content"):
+            prepared.setdefault("reasoning", reasoning)
+            if not (calls and content):  # gpt-oss' template refuses both beside calls
+                prepared.setdefault("thinking", reasoning)
         if content is None:
             if "none" not in self._content_tests:
                 prepared["content"] = self._from_string("")

@@ -70,7 +70,7 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self._templates = {name: ChatTemplate(source) for name, source in (chat_templates or {}).items()}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self._bytes: dict[int, bytes] = {}
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
@@ -80,6 +80,10 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """Jinja source of the template for requests without tools."""
         return self._templates["default"].source if "default" in self._templates else None
+
+    def template_uses(self, name: str) -> bool:
+        """Whether a chat template reads a variable, such as tools."""
+        return any(template.uses(name) for template in self._templates.values())
 
     def use_chat_template(self, source: str) -> None:
         """Replace the model's chat templates. Raises: ConfigError when the template has an error."""
@@ -146,7 +150,7 @@ class Tokenizer:
 
     def text_stream(self, skip_special_tokens: bool) -> TextStream:
         """A decoder that takes one token at a time."""
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+        skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._is_byte_level:
             return Utf8Stream(self.token_bytes, skipped)
         if self._is_byte_fallback:

@@ -11,10 +11,10 @@ from pagedray.engine.engine import Engine
 from pagedray.engine.errors import EngineDead, EngineUnavailable, Overloaded, UserError
 from pagedray.engine.executor import LocalExecutor
 from pagedray.engine.generation import GenerationParams, make_requests
-from pagedray.engine.messages import Request, RequestUpdate
+from pagedray.engine.messages import Constraint, Request, RequestUpdate
 from pagedray.engine.metrics import EngineLoad
 from pagedray.engine.prefix_cache import hash_blocks
-from tests.fakes import FakeWorker, SlowFakeWorker, greedy
+from tests.fakes import BROKEN, EOS_ID, FakeWorker, SlowFakeWorker, fake_grammar, greedy
 
 
 class Rig:
@@ -272,5 +272,28 @@ def test_a_new_client_hears_at_once_what_the_cache_holds() -> None:
         await rig.collect("a-0")
         batch = await asyncio.wait_for(rig.engine.poll("late", 0, 60.0), 5)
         assert batch.news is not None and batch.news.cache.added
+
+    with_engine(rig, body)
+
+
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_a_request_whose_constraint_fails_ends_alone(run_ahead: int) -> None:
+    rig = Rig(run_ahead=run_ahead)
+
+    async def body() -> None:
+        rig.engine.submit(
+            rig.requests("a", [1, 2, 3], max_tokens=9)
+            + rig.requests("bad", [4] * 9, constraint=Constraint(BROKEN))
+            + rig.requests("json", [5], constraint=Constraint(fake_grammar(b"{}")))
+        )
+        got = await rig.collect("a-0", "bad-0", "json-0")
+        assert tokens(got["a-0"]) == greedy([1, 2, 3], 9)
+        assert tokens(got["json-0"]) == [*b"{}", EOS_ID]
+        [end] = got["bad-0"]
+        assert (end.finish_reason, end.error, end.token_ids) == ("error", "its constraint failed: broken", ())
+        assert rig.worker.constraints == [None, Constraint(BROKEN), Constraint(fake_grammar(b"{}"))]
+        stats = rig.engine.stats()
+        assert stats.finished == {"length": 1, "error": 1, "stop": 1} and stats.scheduler.num_used_blocks == 0
+        rig.engine.health()
 
     with_engine(rig, body)
