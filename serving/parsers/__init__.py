@@ -1,0 +1,1 @@
+"""A model's output to what it means: reasoning, content and tool calls."""
