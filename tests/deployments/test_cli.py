@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from pagedray.deployments.cli import address, main, parser, read_config
+from pagedray.deployments.cli import main, parser
+from pagedray.deployments.commands.exit_code import CommandError, ExitCode
+from pagedray.deployments.commands.serve import address
+from pagedray.deployments.commands.settings import read_config
 from pagedray.engine.config import Config, leaves, load_config
 
 
@@ -21,6 +25,28 @@ def test_every_field_has_a_flag() -> None:
         for name, field in cls.model_fields.items():
             assert f"--{name.replace('_', '-')}" in text
             assert field.description
+
+
+def test_every_command_is_listed_with_a_line_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in ([], ["serve"], ["chat"], ["complete"], ["run-batch"], ["version"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*args, "--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        if not args:
+            for name in ("serve", "chat", "complete", "run-batch", "version"):
+                assert re.search(rf"^ +{name}  +\S", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["serve", "--max-num-se", "3"], ["chat", "--temp", "1", "hi"], ["run-batch", "--in", "a", "-o", "b"], ["--hel"]],
+)
+def test_flags_have_to_be_written_out(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A shortened flag changes its meaning when another one is added."""
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == ExitCode.USAGE
 
 
 def test_no_flags_are_the_defaults() -> None:
@@ -43,11 +69,11 @@ def test_flags_beat_variables_beat_the_file(tmp_path: Path) -> None:
     assert (made.scheduler.max_num_seqs, made.cache.block_size, made.server.port) == (3, 32, 3)
 
 
-def test_two_different_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_different_models_are_refused() -> None:
     assert config("a", "--model", "a").model.model == "a"
-    with pytest.raises(SystemExit):
+    with pytest.raises(CommandError, match="differ") as caught:
         config("a", "--model", "b")
-    assert "differ" in capsys.readouterr().err
+    assert caught.value.code == ExitCode.USAGE
 
 
 def test_print_config_gives_a_file_that_makes_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -72,10 +98,10 @@ def test_wrong_values_are_an_error_of_one_line(args: list[str], text: str, capsy
     assert error.startswith("pagedray: ") and text in error and error.count("\n") == 1
 
 
-def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(CommandError, match=r"/nowhere\.yaml") as caught:
         config("--config", "/nowhere.yaml")
-    assert "/nowhere.yaml" in capsys.readouterr().err
+    assert caught.value.code == ExitCode.USAGE
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
