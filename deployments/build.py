@@ -30,6 +30,8 @@ OF_THE_CLUSTER = {
     "host": "set http_options.host in Serve's config file",
     "port": "set http_options.port in Serve's config file",
     "haproxy": "set RAY_SERVE_ENABLE_HA_PROXY for all Ray processes",
+    "ssl_certfile": "set http_options.ssl_certfile in Serve's config file, and leave HAProxy off",
+    "ssl_keyfile": "set http_options.ssl_keyfile in Serve's config file, and leave HAProxy off",
 }
 
 
@@ -95,7 +97,9 @@ def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float =
         num_replicas=config.server.num_ingress_replicas,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
     )(serve.ingress()(Ingress))
-    bound: Application = ingress.bind(config, parts.tokenizer, engines.bind(config, drain_timeout_s, parts.worker))
+    bound: Application = ingress.bind(
+        config, parts.tokenizer, engines.bind(config.without_keys(), drain_timeout_s, parts.worker)
+    )
     return bound
 
 

@@ -24,6 +24,7 @@ from pagedray.deployments.directory import Directory
 from pagedray.deployments.worker_actor import CONCURRENCY_GROUPS, NO_STEP, WorkerActor
 from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.messages import RunnerOutput, SchedulerOutput, decode, encode
+from pagedray.engine.metrics import ExpertCounts
 from pagedray.engine.worker.control import PeersLost
 from pagedray.engine.worker.layout import Layout
 
@@ -129,6 +130,10 @@ class RayExecutor:
         data = await answer(step.answer, self._step_timeout_s, "the worker (rank 0)")
         self._steps.popleft()
         return decode(RunnerOutput, data)
+
+    async def expert_loads(self) -> ExpertCounts:
+        data = await answer(self._rank0.expert_loads.remote(), self._step_timeout_s, "worker rank 0")
+        return msgspec.msgpack.decode(data, type=ExpertCounts)
 
     def close(self) -> None:
         """Drop the steps in flight. The actors are the replica's to kill."""

@@ -14,6 +14,7 @@ from pagedray.deployments.directory import Directory
 from pagedray.deployments.engine_finder import EngineFinder
 from pagedray.deployments.logs import log_to_serve
 from pagedray.deployments.placement import PlacementWatch
+from pagedray.deployments.response_store import SharedStore
 from pagedray.deployments.worker_actor import load_attribute
 from pagedray.engine.checkpoint import open_checkpoint
 from pagedray.engine.config import Config
@@ -21,6 +22,7 @@ from pagedray.engine.text.tokenizer import load_tokenizer
 from pagedray.serving.app import create_app
 from pagedray.serving.client import EngineClient
 from pagedray.serving.demand import Demand
+from pagedray.serving.grammars import Grammars
 from pagedray.serving.router import Router
 
 
@@ -55,6 +57,9 @@ class Ingress:
             leaf = config.model
             checkpoint = await asyncio.to_thread(open_checkpoint, leaf.model, leaf.revision, leaf.needs_weights)
             self._tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint, leaf.chat_template)
+        self._grammars = Grammars(self._tokenizer, config.api.grammar_timeout_s)
+        # A later turn may come to another ingress than the one that answered the first.
+        self._responses = SharedStore(directory.namespace, config.api) if server.num_ingress_replicas > 1 else None
         waiting = asyncio.create_task(PlacementWatch(config).log_troubles())
         try:
             await self._client.await_engine(config.failure.start_timeout_s)  # ready means: it can answer
@@ -63,7 +68,14 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         # Serve echoes X-Request-Id, or makes one.
-        return create_app(self._client, self._tokenizer, self._config, adds_request_id=False)
+        return create_app(
+            self._client,
+            self._tokenizer,
+            self._config,
+            adds_request_id=False,
+            grammars=self._grammars,
+            responses=self._responses,
+        )
 
     async def _wake(self) -> None:
         """Call an engine replica. Where there is none the call waits, and Serve starts one for it."""
@@ -79,3 +91,4 @@ class Ingress:
         """Serve's call once running requests have ended."""
         self._finding.cancel()
         await self._client.close()
+        await self._grammars.close()

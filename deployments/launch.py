@@ -13,6 +13,7 @@ import logging
 import math
 import shlex
 import signal
+import ssl
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from pagedray.deployments.placement import PlacementWatch
 from pagedray.deployments.proxy import Listener
 from pagedray.engine.config import Config, EngineFacts, describe_level
 from pagedray.engine.errors import ConfigError, EngineUnavailable
+from pagedray.serving.access import first_key
 
 DRAIN_S = 5.0  # how long streams may go on once the server is told to stop
 LOOK_S = 0.1  # between looks at a start
@@ -62,6 +64,12 @@ class Launch:
         self._parts = parts
         self.ray_is_gone = False  # our Ray was ended by somebody else
         self._logs: Path | None = None  # folder of Serve's log files, where this process can read them
+        if ray_address is not None and config.server.ssl_certfile is not None:
+            raise ConfigError(
+                "ssl_certfile needs a Ray of our own: a cluster's Serve is told of certificates where it is first "
+                "started (http_options.ssl_certfile, without HAProxy); or put a gateway with HTTPS in front"
+            )
+        self._key = first_key(config.server)
 
     def run(self) -> None:
         """Serve until Ctrl-C, SIGTERM, or the terminal's end.
@@ -158,7 +166,7 @@ class Launch:
 
     @property
     def _url(self) -> str:
-        return f"http://{self._listener.reachable_host}:{self._listener.port}"
+        return self._listener.url
 
     def _answers(self) -> bool:
         try:
@@ -168,10 +176,19 @@ class Launch:
 
     def _http(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
         listener = self._listener
-        connection = http.client.HTTPConnection(listener.reachable_host, listener.port, timeout=HTTP_TIMEOUT_S)
+        host, port = listener.reachable_host, listener.port
+        if listener.certfile is None:
+            connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)
+        else:  # its certificate names whom clients ask, which this address needn't be
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            connection = http.client.HTTPSConnection(host, port, timeout=HTTP_TIMEOUT_S, context=context)
         with contextlib.closing(connection):
             text = None if body is None else json.dumps(body)
-            connection.request(method, path, text, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json"}
+            if self._key is not None:
+                headers["Authorization"] = f"Bearer {self._key}".encode().decode("latin-1")  # sent as these very bytes
+            connection.request(method, path, text, headers)
             response = connection.getresponse()
             return response.status, response.read()
 
@@ -179,7 +196,9 @@ class Launch:
         """Say what was started and how to use it."""
         path, body = self._example(facts)
         full = facts.num_blocks / blocks_per_sequence(facts)
-        curl = f"curl {self._url}{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+        key = "" if self._key is None else ' -H "Authorization: Bearer $PAGEDRAY_API_KEY"'
+        data = shlex.quote(json.dumps(body))
+        curl = f"curl {self._url}{path}{key} -H 'Content-Type: application/json' -d {data}"
         say = self._phases.say
         say(f"model      {facts.model_names[0]}, {facts.dtype} on {facts.device}")
         if ranks := describe_ranks(self._config):
@@ -190,6 +209,8 @@ class Launch:
         say(f"level      {describe_level(self._config, facts)}")
         if self._logs:
             say(f"logs       {self._logs}")
+        if self._key is None and self._listener.host not in ("127.0.0.1", "localhost", "::1"):
+            say("keys       none: whoever reaches this address may use it; see --api-key-file")
         say(f"ready in {self._phases.total_s:.1f} s: {self._url} ({self._listener})")
         say(f"  {curl}")
 

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from pagedray.serving.edge import HeaderGuard
 
 ANY = "0.0.0.0"
 FREE_PORTS = (20_000, 30_000)
+HEAD_BYTES = 48 * 2**10
 
 
 class Listener(msgspec.Struct, frozen=True):
@@ -30,6 +32,21 @@ class Listener(msgspec.Struct, frozen=True):
     port: int
     kind: str
     environment: dict[str, str] = {}  # for every Ray process of a cluster of our own
+    certfile: str | None = None  # HTTPS, with both of them
+    keyfile: str | None = None
+
+    @property
+    def url(self) -> str:
+        """How this machine reaches it."""
+        return f"{'https' if self.certfile else 'http'}://{self.reachable_host}:{self.port}"
+
+    @property
+    def http_options(self) -> dict[str, str | int]:
+        """In Serve's words."""
+        options: dict[str, str | int] = {"host": self.host, "port": self.port}
+        if self.certfile is not None and self.keyfile is not None:
+            options |= {"ssl_keyfile": self.keyfile, "ssl_certfile": self.certfile}
+        return options
 
     @property
     def reachable_host(self) -> str:
@@ -47,12 +64,32 @@ def listener(server: ServerConfig, folder: Path) -> tuple[Listener, str | None]:
         folder: for HAProxy's files; its path must be short, since sockets are among them.
 
     Raises:
-        ConfigError: the port can't be had.
+        ConfigError: the port can't be had, or the certificate can't be used.
     """
+    if server.ssl_certfile is not None and server.ssl_keyfile is not None:
+        cert, key = (str(Path(name).absolute()) for name in (server.ssl_certfile, server.ssl_keyfile))
+        check_certificate(cert, key)
+        port = claim_port(server.host, server.port)
+        listen = Listener(server.host, port, "Serve's Python proxy", PYTHON_PROXY, cert, key)
+        # Serve would start its replicas with HTTPS, and HAProxy, which it gives no certificate, would not reach them.
+        return listen, "Serve gives HAProxy no certificate (ssl_certfile)" if server.haproxy else None
     trouble = haproxy_trouble() if server.haproxy else None
     if server.haproxy and trouble is None:
         return Listener(server.host, claim_port(server.host, server.port), "HAProxy", haproxy_environment(folder)), None
     return Listener(server.host, claim_port(server.host, server.port), "Serve's Python proxy", PYTHON_PROXY), trouble
+
+
+def check_certificate(certfile: str, keyfile: str) -> None:
+    """Raise ConfigError if HTTPS can't be served with these. The proxy itself would say so only while it starts."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=_no_password)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"ssl_certfile {certfile} with ssl_keyfile {keyfile} can't be used: {reason}") from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; give it without a password, in a file that only you can read")
 
 
 def middlewares() -> list[Middleware]:
@@ -95,6 +132,9 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
         **COMMON,
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+        # A request's head must fit: with 16 KiB, its default, HAProxy would refuse what our own limits (path and
+        # max_header_bytes) let through, and in HTML.
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(HEAD_BYTES),
         # Two clusters on one machine would share the defaults of all these.
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),

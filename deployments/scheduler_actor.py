@@ -72,7 +72,7 @@ class SchedulerActor:
         (await self._engine).health()
 
     async def stats(self) -> bytes:
-        return encode((await self._engine).stats())
+        return encode(await (await self._engine).stats_with_experts())
 
     async def drain(self) -> None:
         await (await self._engine).drain()

@@ -55,9 +55,8 @@ class ServeStart:
             raise self._error
 
     def _run(self) -> None:
-        listen = {"host": self._listener.host, "port": self._listener.port}
         try:
-            serve.start(proxy_location=self._proxy_location, http_options=listen)
+            serve.start(proxy_location=self._proxy_location, http_options=self._listener.http_options)
         except Exception as error:  # it is the main thread's to raise
             self._error = error
 

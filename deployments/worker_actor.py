@@ -28,7 +28,7 @@ from pagedray.engine.worker.gang_worker import Follower, LeadWorker, make_rank
 
 WORKER_CLASS = "pagedray.engine.worker.worker:Worker"
 NO_STEP = -1  # "the step before" an engine's first one
-CONCURRENCY_GROUPS = {"load": 1, "steps": 4, "flush": 2, "watch": 1, "follow": 1, "control": 2}
+CONCURRENCY_GROUPS = {"load": 1, "steps": 4, "flush": 2, "watch": 1, "follow": 1, "control": 2, "loads": 1}
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -110,6 +110,11 @@ class WorkerActor:
         with self._turn:
             self._await_step(step)
         return encode(self._steps.result(step))
+
+    @ray.method(concurrency_group="loads")
+    def expert_loads(self) -> bytes:
+        """Of all ranks; in a thread of its own, since it waits for the steps that were submitted."""
+        return msgspec.msgpack.encode(self._steps.expert_loads())
 
     @ray.method(concurrency_group="follow")
     def follow(self) -> None:

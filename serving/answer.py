@@ -8,11 +8,12 @@ from typing import Literal
 import msgspec
 
 from pagedray.engine.generation import GenerationParams
-from pagedray.engine.messages import PromptLogprobs, RequestUpdate, TokenLogprobs
+from pagedray.engine.messages import PromptLogprobs, ReasoningSpan, RequestUpdate, TokenLogprobs
 from pagedray.engine.text.detokenizer import Detokenizer
 from pagedray.engine.text.tokenizer import Tokenizer
 from pagedray.serving.client import Generation
 from pagedray.serving.metrics import RequestMetrics
+from pagedray.serving.reasoning_count import ReasoningCount
 
 
 class Delta(msgspec.Struct):
@@ -60,6 +61,7 @@ class Answer:
         params: what was asked for each prompt; `params.n` choices belong to one prompt.
         metrics: told of each delivery and end.
         arrival_s: when the HTTP request came, on the monotonic clock.
+        reasoning: where the model reasons, for the count of those tokens.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Answer:
         params: GenerationParams,
         metrics: RequestMetrics,
         arrival_s: float,
+        reasoning: ReasoningSpan | None = None,
     ):
         self._generation = generation
         self._params = params
@@ -86,12 +89,18 @@ class Answer:
             for _ in range(num_choices)
         ]
         self._cached: list[int | None] = [None] * num_choices
+        self._reasoning = [ReasoningCount(reasoning, tokenizer.token_bytes) for _ in range(num_choices)]
         self.num_completion_tokens = 0  # up to and with the one that completes a stop
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens taken from the prefix cache; like prompt tokens, counted once for all choices of a prompt."""
         return sum(num or 0 for num in self._cached[:: self._params.n])
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those of the completion tokens in which the model reasoned."""
+        return sum(count.num_tokens for count in self._reasoning)
 
     async def next(self) -> list[Delta]:
         """What came since the last call, at most one delta per choice; waits for something. Empty at the end.
@@ -112,6 +121,7 @@ class Answer:
         words = self._detokenizers[index].feed(update.token_ids, is_last, update.stop_id)
         num = words.num_tokens
         self.num_completion_tokens += num
+        self._reasoning[index].add(update.token_ids[:num])
         delta = Delta(index, words.text, update.token_ids[:num], update.logprobs[:num], update.prompt_logprobs)
         if words.stop is not None:
             delta.finish_reason, delta.stop_reason = "stop", words.stop

@@ -18,7 +18,15 @@ from typing import Any, Protocol
 import msgspec
 
 from pagedray.engine.config import EngineFacts, FailureConfig
-from pagedray.engine.errors import EngineDead, EngineUnavailable, Overloaded, PagedrayError, UserError
+from pagedray.engine.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    EngineUnavailable,
+    Overloaded,
+    PagedrayError,
+    RequestFailed,
+    UserError,
+)
 from pagedray.engine.messages import PromptLogprobs, Request, RequestUpdate, UpdateBatch
 from pagedray.engine.metrics import EngineStats
 from pagedray.serving.demand import Demand
@@ -136,6 +144,12 @@ class Generation:
         if live is not None:
             self._client._abort([live])
         self._arrived = [item for item in self._arrived if item[0] != index]
+
+    def give_up(self, error: PagedrayError) -> None:
+        """Abort what has not ended. What arrived can still be read; then `next` raises `error`."""
+        if self._live:
+            self._client._abort(list(self._live.values()))
+            self._fail(error)
 
     def close(self) -> None:
         self._client._abort(list(self._live.values()))
@@ -378,9 +392,9 @@ class EngineClient:
         if update.finish_reason is not None:
             self._end(live)
         if update.finish_reason == "error":
-            live.generation._fail(EngineDead(update.error or "the engine failed this request"))
+            live.generation._fail(RequestFailed(update.error or "the engine failed this request"))
         elif update.finish_reason == "abort":
-            live.generation._fail(EngineUnavailable(update.error or "the engine gave up this request"))
+            live.generation._fail(DeadlineExceeded(update.error or "the request's deadline passed"))
         else:
             live.generation._deliver(live.index, update)
 

@@ -118,6 +118,33 @@ class _EngineCollector:
             for stats in self._engines:
                 counter.add_metric([stats.engine_id], value(stats))
             yield counter
+        yield from _expert_counters(self._engines)
+
+
+def _expert_counters(engines: list[EngineStats]) -> Iterable[Metric]:
+    """How evenly experts are used; nothing of models that have none. Two series a layer, one an expert."""
+    engines = [stats for stats in engines if stats.experts is not None]
+    if not engines:
+        return
+    most = CounterMetricFamily(
+        "pagedray:moe_layer_tokens_max",
+        "Tokens of the expert of this layer that got most of them.",
+        labels=["engine", "layer"],
+    )
+    mean = CounterMetricFamily(
+        "pagedray:moe_layer_tokens_mean", "Tokens of an expert of this layer, on average.", labels=["engine", "layer"]
+    )
+    of_expert = CounterMetricFamily(
+        "pagedray:moe_expert_tokens", "Tokens of this expert, summed over all layers.", labels=["engine", "expert"]
+    )
+    for stats in engines:
+        assert stats.experts is not None
+        for load in stats.experts.layers:
+            most.add_metric([stats.engine_id, str(load.layer)], load.most)
+            mean.add_metric([stats.engine_id, str(load.layer)], load.mean)
+        for expert, count in enumerate(stats.experts.experts):
+            of_expert.add_metric([stats.engine_id, str(expert)], count)
+    yield from (most, mean, of_expert)
 
 
 class _RoutingCollector:

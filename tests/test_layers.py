@@ -23,7 +23,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deployments": {"engine", "serving"},
 }
 # Paths that end in / are folders.
-TORCH_IN = ("kernels/", "engine/worker/", "engine/layers/", "engine/models/")
+TORCH_IN = (
+    "kernels/",
+    "engine/worker/",
+    "engine/layers/",
+    "engine/models/",
+    "engine/grammar/table.py",  # through xgrammar: of workers and of the compiler's own process
+    "engine/grammar/build.py",
+)
 NO_TORCH = ("engine/models/spec.py",)  # weighs more than TORCH_IN
 RAY_IN = ("deployments/",)
 ENVIRONMENT_IN = ("engine/config.py",)

@@ -6,22 +6,59 @@ from typing import Any
 
 import msgspec
 
-from pagedray.engine.errors import UserError
-from pagedray.engine.messages import TokenLogprobs
+from pagedray.engine.config import EngineFacts
+from pagedray.engine.errors import Unsupported, UserError
+from pagedray.engine.generation import GenerationParams
 from pagedray.engine.text.tokenizer import Tokenizer
-from pagedray.serving.answer import ChoiceSoFar, Delta
-from pagedray.serving.openai import sse
-from pagedray.serving.openai.logprobs import chat_logprobs, prompt_logprobs
-from pagedray.serving.openai.respond import Context, Head, Job, Usage
+from pagedray.serving.conversation import Conversation, prepare_turn
+from pagedray.serving.openai.bad_words import with_bad_words
+from pagedray.serving.openai.chat_form import ChatForm, ChatShape
+from pagedray.serving.openai.messages import check_messages
+from pagedray.serving.openai.prompts import truncated
+from pagedray.serving.openai.respond import Context, Head, Job
 from pagedray.serving.openai.schema import ChatRequest, parse
-
-encode = msgspec.json.encode
+from pagedray.serving.openai.tools import Offer
 
 
 async def prepare(context: Context, body: dict[str, Any]) -> Job:
     """Check a body, render the template, tokenize. Raises UserError."""
     wire = parse(ChatRequest, body)
     facts = context.facts_for(wire.model)
+    offer = wire.offer
+    params = _params(wire, facts, context.tokenizer)
+    try:
+        turn = await prepare_turn(context, _conversation(wire, offer, params, context.tokenizer))
+    except UserError as error:
+        if offer.is_legacy and error.param is not None:
+            error.param = error.param.replace("tools[", "functions[").replace("].function.", "].")
+        raise
+    prompt_ids = truncated(turn.prompt_ids, wire.truncate_prompt_tokens, facts, params)
+    names = {"prompt": "messages"}
+    if wire.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    shape = ChatShape(
+        head=Head.new("chatcmpl", "chat.completion.chunk" if wire.stream else "chat.completion", wire.model, facts),
+        prompt_ids=prompt_ids,
+        wire=wire,
+        may_call=bool(offer.tools) and offer.choice != "none",
+        is_legacy=offer.is_legacy,
+        can_reason=context.parsers.reasoning is not None,
+    )
+    return Job(
+        prompts=[prompt_ids],
+        params=turn.params,
+        form=ChatForm(shape, [turn.new_parser() for _ in range(params.n)], context.tokenizer),
+        facts=facts,
+        stream=bool(wire.stream),
+        reasoning=turn.reasoning,
+        usage_with_each=wire.wants_usage_with_each,
+        priority=wire.priority or 0,
+        cache_salt=wire.cache_salt or "",
+        names=names,
+    )
+
+
+def _params(wire: ChatRequest, facts: EngineFacts, tokenizer: Tokenizer) -> GenerationParams:
     params = wire.params(logprobs=(wire.top_logprobs or 0) if wire.logprobs else None)
     if wire.max_completion_tokens is not None:  # the newer name of max_tokens; it wins
         if wire.max_completion_tokens < 1:
@@ -29,89 +66,35 @@ async def prepare(context: Context, body: dict[str, Any]) -> Job:
                 f"max_completion_tokens must be at least 1, got {wire.max_completion_tokens}", "max_completion_tokens"
             )
         params = msgspec.structs.replace(params, max_tokens=wire.max_completion_tokens)
-    prompt_ids = await context.encoder.encode_chat(wire, facts)
-    head = Head.new("chatcmpl", "chat.completion.chunk" if wire.stream else "chat.completion", wire.model, facts)
-    names = {"prompt": "messages"}
-    if wire.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    return Job([prompt_ids], params, ChatForm(wire, prompt_ids, context.tokenizer, head), wire, facts, names)
+    return with_bad_words(params, wire.bad_words, tokenizer)
 
 
-class ChatForm:
-    """Writes chat completions: chunks begin with the role, then bring content, then the finish reason on its own."""
+def _conversation(wire: ChatRequest, offer: Offer, params: GenerationParams, tokenizer: Tokenizer) -> Conversation:
+    return Conversation(
+        model=wire.model,
+        messages=check_messages(wire.messages),
+        params=params,
+        tools=offer.tools,
+        tool_choice=offer.choice,
+        parallel_tool_calls=wire.parallel_tool_calls is not False and not offer.is_legacy,
+        grammar=wire.grammar,
+        reasoning_effort=wire.reasoning_effort,
+        max_reasoning_tokens=wire.max_reasoning_tokens,
+        add_generation_prompt=wire.add_generation_prompt,
+        continue_final_message=bool(wire.continue_final_message),
+        template_kwargs=_template_kwargs(wire, tokenizer),
+        add_special_tokens=bool(wire.add_special_tokens),
+    )
 
-    def __init__(self, wire: ChatRequest, prompt_ids: list[int], tokenizer: Tokenizer, head: Head):
-        self._wire = wire
-        self._prompt_ids = prompt_ids
-        self._tokenizer = tokenizer
-        self._head = head
-        self._choices = [ChoiceSoFar() for _ in range(wire.n or 1)]
-        self._has_role = [False] * len(self._choices)
-        with_usage = wire.stream_options is not None and bool(wire.stream_options.include_usage)
-        self._frame = sse.ChunkFrame(msgspec.to_builtins(head), with_usage)
 
-    def chunks(self, deltas: list[Delta], usage: Usage | None) -> bytes:
-        wants_ids = bool(self._wire.return_token_ids)
-        out: list[bytes] = []
-        for delta in deltas:
-            index = b"%d" % delta.index
-            if not self._has_role[delta.index]:
-                fields = (
-                    b',"prompt_token_ids":%b' % encode(self._prompt_ids)
-                    if wants_ids and not any(self._has_role)
-                    else b""
-                )
-                self._has_role[delta.index] = True
-                choice = b'{"index":%b,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-                out.append(self._frame.chunk(choice % index, usage, fields))
-            if delta.text or delta.logprobs or (wants_ids and delta.token_ids):
-                choice = b'{"index":%b,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b}' % (
-                    index,
-                    encode(delta.text),
-                    self._logprobs(delta.logprobs),
-                    b',"token_ids":%b' % encode(delta.token_ids) if wants_ids else b"",
-                )
-                out.append(self._frame.chunk(choice, usage))
-            if delta.finish_reason is not None:
-                choice = b'{"index":%b,"delta":{},"logprobs":null,"finish_reason":"%b","stop_reason":%b}' % (
-                    index,
-                    delta.finish_reason.encode(),
-                    encode(delta.stop_reason),
-                )
-                out.append(self._frame.chunk(choice, usage))
-        return b"".join(out)
-
-    def last_chunk(self, usage: Usage) -> bytes:
-        return self._frame.chunk(b"", usage)
-
-    def add(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            self._choices[delta.index].add(delta)
-
-    def body(self, usage: Usage) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            **msgspec.to_builtins(self._head),
-            "choices": [self._choice(index, choice) for index, choice in enumerate(self._choices)],
-            "usage": usage,
-        }
-        if self._wire.prompt_logprobs is not None:
-            entries = self._choices[0].prompt_logprobs
-            body["prompt_logprobs"] = prompt_logprobs(entries, self._tokenizer, self._wire.prompt_logprobs)
-        if self._wire.return_token_ids:
-            body["prompt_token_ids"] = self._prompt_ids
-        return body
-
-    def _choice(self, index: int, choice: ChoiceSoFar) -> dict[str, Any]:
-        out: dict[str, Any] = {
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-            "logprobs": chat_logprobs(choice.logprobs, self._tokenizer) if self._wire.logprobs else None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
-        if self._wire.return_token_ids:
-            out["token_ids"] = choice.token_ids
-        return out
-
-    def _logprobs(self, entries: tuple[TokenLogprobs, ...]) -> bytes:
-        return encode(chat_logprobs(entries, self._tokenizer)) if entries else b"null"
+def _template_kwargs(wire: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {}
+    if wire.verbosity is not None:
+        kwargs["verbosity"] = wire.verbosity
+    if wire.documents:
+        if not tokenizer.template_uses("documents"):
+            raise Unsupported(
+                "documents: the model's chat template has no place for them; put their text into a message", "documents"
+            )
+        kwargs["documents"] = wire.documents
+    return {**kwargs, **(wire.chat_template_kwargs or {})}

@@ -6,13 +6,15 @@ from typing import Any
 
 import msgspec
 
-from pagedray.engine.errors import UserError
-from pagedray.engine.messages import TokenLogprobs
+from pagedray.engine.errors import PagedrayError, UserError
+from pagedray.engine.generation import GenerationParams
+from pagedray.engine.messages import Constraint, TokenLogprobs
 from pagedray.engine.text.tokenizer import Tokenizer
 from pagedray.serving.answer import Delta
 from pagedray.serving.openai import sse
-from pagedray.serving.openai.logprobs import LegacyLogprobs, LegacyWriter, prompt_logprobs
-from pagedray.serving.openai.prompts import parse_prompts
+from pagedray.serving.openai.bad_words import with_bad_words
+from pagedray.serving.openai.logprobs import LegacyLogprobs, LegacyWriter, TokenNames, finite, prompt_logprobs
+from pagedray.serving.openai.prompts import parse_prompts, truncated
 from pagedray.serving.openai.respond import Context, Head, Job, Usage
 from pagedray.serving.openai.schema import CompletionRequest, parse
 
@@ -22,23 +24,44 @@ encode = msgspec.json.encode
 
 
 async def prepare(context: Context, body: dict[str, Any]) -> Job:
-    """Check a body and tokenize. Raises UserError."""
+    """Check a body, tokenize, compile a grammar. Raises UserError."""
     wire = parse(CompletionRequest, body)
     facts = context.facts_for(wire.model)
-    asked = [k for k in (wire.prompt_logprobs, wire.logprobs if wire.echo else None) if k is not None]
     max_tokens = DEFAULT_MAX_TOKENS if wire.max_tokens is None else wire.max_tokens
-    params = wire.params(
-        logprobs=wire.logprobs,
-        prompt_logprobs=max(asked) if asked else None,
-        max_tokens=max_tokens or 1,
-    )
+    params = with_bad_words(_params(wire, max_tokens), wire.bad_words, context.tokenizer)
     prompts = parse_prompts(wire.prompt)
     if len(prompts) > context.config.scheduler.max_queued_requests:
         raise UserError(f"{len(prompts)} prompts are more than max_queued_requests", "prompt")
-    ids = await context.encoder.encode(prompts, facts, add_special_tokens=wire.add_special_tokens is not False)
+    whole = await context.encoder.encode(prompts, facts, add_special_tokens=wire.add_special_tokens is not False)
+    ids = [truncated(item, wire.truncate_prompt_tokens, facts, params) for item in whole]
+    if (source := wire.grammar) is not None:
+        constraint = Constraint(await context.grammars.compile(source, facts))
+        params = msgspec.structs.replace(params, constraint=constraint)
+    shown = [prompt if len(cut) == len(item) else cut for prompt, item, cut in zip(prompts, whole, ids, strict=True)]
     head = Head.new("cmpl", "text_completion", wire.model, facts)
-    form = CompletionForm(wire, prompts, ids, context.tokenizer, head)
-    return Job(ids, params, form, wire, facts, keeps_output=max_tokens > 0)
+    return Job(
+        prompts=ids,
+        params=params,
+        form=CompletionForm(wire, params.n, shown, ids, context.tokenizer, head),
+        facts=facts,
+        stream=bool(wire.stream),
+        usage_with_each=wire.wants_usage_with_each,
+        priority=wire.priority or 0,
+        cache_salt=wire.cache_salt or "",
+        names={} if wire.best_of is None else {"n": "best_of"},
+        keeps_output=max_tokens > 0,
+    )
+
+
+def _params(wire: CompletionRequest, max_tokens: int) -> GenerationParams:
+    asked = [k for k in (wire.prompt_logprobs, wire.logprobs if wire.echo else None) if k is not None]
+    num = max(wire.n or 1, wire.best_of or 1)
+    return wire.params(
+        n=num,
+        logprobs=0 if wire.logprobs is None and num > (wire.n or 1) else wire.logprobs,  # to know the best by
+        prompt_logprobs=max(asked) if asked else None,
+        max_tokens=max_tokens or 1,
+    )
 
 
 class Piece(msgspec.Struct):
@@ -65,28 +88,41 @@ class _Choice:
         self.logprobs = LegacyLogprobs()
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.all_logprobs: list[float] = []
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(self.all_logprobs) / max(1, len(self.all_logprobs))
 
 
 class CompletionForm:
-    """Writes completions. Choices are numbered prompt by prompt. With echo, a choice's text begins with its prompt."""
+    """Writes completions. Choices are numbered prompt by prompt. With echo, a choice's text begins with its prompt.
+
+    Of `num` choices for each prompt the answer has the n whose tokens are the most likely, by the mean of their
+    log-probabilities.
+    """
 
     def __init__(
         self,
         wire: CompletionRequest,
+        num: int,
         prompts: list[str | list[int]],
         prompt_ids: list[list[int]],
         tokenizer: Tokenizer,
         head: Head,
     ):
         self._wire = wire
-        self._n = wire.n or 1
+        self._num = num
         self._prompts = prompts
         self._prompt_ids = prompt_ids
         self._tokenizer = tokenizer
         self._head = head
-        self._choices = [_Choice() for _ in range(self._n * len(prompts))]
-        with_usage = wire.stream_options is not None and bool(wire.stream_options.include_usage)
-        self._frame = sse.ChunkFrame(msgspec.to_builtins(head), with_usage)
+        self._names = TokenNames(tokenizer, bool(wire.return_tokens_as_token_ids))
+        self._choices = [_Choice() for _ in range(num * len(prompts))]
+        self._frame = sse.ChunkFrame(msgspec.to_builtins(head), wire.wants_usage)
+
+    def begin(self, num_prompt_tokens: int) -> bytes:
+        return b""
 
     def chunks(self, deltas: list[Delta], usage: Usage | None) -> bytes:
         out = []
@@ -96,7 +132,7 @@ class CompletionForm:
                 if self._wire.return_token_ids:
                     fields = b',"token_ids":%b' % encode(piece.token_ids)
                     if piece.is_first:
-                        fields += b',"prompt_token_ids":%b' % encode(self._prompt_ids[piece.index // self._n])
+                        fields += b',"prompt_token_ids":%b' % encode(self._prompt_ids[piece.index // self._num])
                 if piece.finish_reason is not None:
                     fields += b',"stop_reason":%b' % encode(piece.stop_reason)
                 choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}' % (
@@ -106,15 +142,19 @@ class CompletionForm:
                     encode(piece.finish_reason),
                     fields,
                 )
-                out.append(self._frame.chunk(choice, usage))
+                out.append(self._frame.chunk(choice, usage=usage))
         return b"".join(out)
 
-    def last_chunk(self, usage: Usage) -> bytes:
-        return self._frame.chunk(b"", usage)
+    def end(self, usage: Usage) -> bytes:
+        return (self._frame.chunk(b"", usage=usage) if self._wire.wants_usage else b"") + sse.DONE
+
+    def failed(self, error: PagedrayError | None) -> bytes:
+        return sse.failure(error)
 
     def add(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             choice = self._choices[delta.index]
+            choice.all_logprobs += [finite(entry.logprob) for entry in delta.logprobs]
             for piece in self._pieces(delta):
                 choice.text.append(piece.text)
                 choice.token_ids += piece.token_ids
@@ -125,9 +165,20 @@ class CompletionForm:
     def body(self, usage: Usage) -> dict[str, Any]:
         return {
             **msgspec.to_builtins(self._head),
-            "choices": [self._whole(index, choice) for index, choice in enumerate(self._choices)],
+            "choices": [self._whole(new, index) for new, index in enumerate(self._best())],
             "usage": usage,
         }
+
+    def _best(self) -> list[int]:
+        """Indices of the choices that the answer has."""
+        n, num = self._wire.n or 1, self._num
+        if n == num:
+            return list(range(len(self._choices)))
+        return [
+            index
+            for start in range(0, len(self._choices), num)
+            for index in sorted(range(start, start + num), key=lambda i: -self._choices[i].mean_logprob)[:n]
+        ]
 
     def _pieces(self, delta: Delta) -> list[Piece]:
         """What a delta adds to the text that the client sees; nothing while it would be an empty event."""
@@ -144,9 +195,8 @@ class CompletionForm:
             piece = Piece(delta.index, "", None, finish_reason=delta.finish_reason and "length")
         if self._wire.logprobs is not None:
             if choice.writer is None:
-                choice.writer = LegacyWriter(
-                    self._tokenizer, self._skips_special_tokens, len(pieces[0].text) if pieces else 0
-                )
+                offset = len(pieces[0].text) if pieces else 0
+                choice.writer = LegacyWriter(self._tokenizer, self._names, self._skips_special_tokens, offset)
             entries = delta.logprobs[: len(piece.token_ids)]
             piece.logprobs = choice.writer.write(entries, self._wire.logprobs) if entries else None
         if piece.text or piece.logprobs or piece.finish_reason or (self._wire.return_token_ids and piece.token_ids):
@@ -156,7 +206,7 @@ class CompletionForm:
         return pieces
 
     def _echo(self, index: int) -> Piece:
-        prompt, ids = self._prompts[index // self._n], self._prompt_ids[index // self._n]
+        prompt, ids = self._prompts[index // self._num], self._prompt_ids[index // self._num]
         if isinstance(prompt, str):
             text, skips = prompt, True  # special tokens that encoding put around it are not in it
         else:
@@ -164,7 +214,7 @@ class CompletionForm:
             text = self._tokenizer.decode(ids, skips)
         if self._wire.logprobs is None:
             return Piece(index, text, None)
-        writer = LegacyWriter(self._tokenizer, skips)
+        writer = LegacyWriter(self._tokenizer, self._names, skips)
         logprobs = writer.first(ids[0])
         logprobs.extend(writer.write(self._choices[index].prompt_entries, self._wire.logprobs))
         return Piece(index, text, logprobs)
@@ -173,10 +223,10 @@ class CompletionForm:
     def _skips_special_tokens(self) -> bool:
         return self._wire.skip_special_tokens is not False
 
-    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
-        wire = self._wire
+    def _whole(self, new_index: int, index: int) -> dict[str, Any]:
+        wire, choice = self._wire, self._choices[index]
         out: dict[str, Any] = {
-            "index": index,
+            "index": new_index,
             "text": "".join(choice.text),
             "logprobs": None if wire.logprobs is None else choice.logprobs,
             "finish_reason": choice.finish_reason,
@@ -186,5 +236,5 @@ class CompletionForm:
             out["prompt_logprobs"] = prompt_logprobs(choice.prompt_entries, self._tokenizer, wire.prompt_logprobs)
         if wire.return_token_ids:
             out["token_ids"] = choice.token_ids
-            out["prompt_token_ids"] = self._prompt_ids[index // self._n]
+            out["prompt_token_ids"] = self._prompt_ids[index // self._num]
         return out

@@ -17,15 +17,30 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST else LOWEST
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
-    """`logprobs` of a chat choice: one entry per token, with the bytes that it stands for.
+class TokenNames:
+    """What tokens are called in log-probabilities: by their text, special ones too; or by token_id:ID.
 
-    A token that is part of a character has an unreadable `token`; the `bytes` of its neighbours join to the character.
+    A token that is part of a character is called like bytes:\\xe2\\x80.
     """
+
+    def __init__(self, tokenizer: Tokenizer, by_id: bool = False):
+        self._tokenizer, self._by_id = tokenizer, by_id
+
+    def __call__(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._by_id else self._tokenizer.token_text(token_id)
+
+
+def chat_logprobs(
+    entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, names: TokenNames | None = None
+) -> dict[str, Any]:
+    """`logprobs` of a chat choice: one entry for each token of the output, be it content, reasoning, a call, or the
+    one that ended it. The `bytes` of tokens that make a character join to it.
+    """
+    names = names or TokenNames(tokenizer)
 
     def one(token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": tokenizer.token_text(token_id),
+            "token": names(token_id),
             "logprob": finite(logprob),
             "bytes": list(tokenizer.token_bytes(token_id)),
         }
@@ -63,8 +78,8 @@ class LegacyWriter:
     All tokens that make one character have its offset.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, offset: int = 0):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, names: TokenNames, skip_special_tokens: bool, offset: int = 0):
+        self._name = names
         self._stream = tokenizer.text_stream(skip_special_tokens)
         self._offset = offset
 
@@ -76,16 +91,16 @@ class LegacyWriter:
         """The next tokens, each with the k most likely ones at its place beside it."""
         out = LegacyLogprobs()
         for entry in entries:
-            top = {self._tokenizer.token_text(entry.token_id): finite(entry.logprob)}
+            top = {self._name(entry.token_id): finite(entry.logprob)}
             for token_id, logprob in zip(entry.top_ids[:k], entry.top_logprobs[:k], strict=True):
-                top.setdefault(self._tokenizer.token_text(token_id), finite(logprob))
+                top.setdefault(self._name(token_id), finite(logprob))
             self._add(out, entry.token_id, finite(entry.logprob), top)
         return out
 
     def _add(
         self, out: LegacyLogprobs, token_id: int, logprob: float | None, top: dict[str, float] | None
     ) -> LegacyLogprobs:
-        out.tokens.append(self._tokenizer.token_text(token_id))
+        out.tokens.append(self._name(token_id))
         out.token_logprobs.append(logprob)
         out.top_logprobs.append(top)
         out.text_offset.append(self._offset)

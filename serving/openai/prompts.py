@@ -8,10 +8,9 @@ from typing import Any
 
 from pagedray.engine.config import EngineFacts
 from pagedray.engine.errors import UserError
+from pagedray.engine.generation import GenerationParams
 from pagedray.engine.text.tokenizer import Tokenizer
 from pagedray.serving.limits import json_type
-from pagedray.serving.openai.messages import check_messages
-from pagedray.serving.openai.schema import ChatRequest, TokenizeRequest
 
 THREAD_CHARS = 4096  # longer texts are tokenized off the event loop, which serves all streams meanwhile
 
@@ -39,8 +38,37 @@ def parse_prompts(value: Any) -> list[str | list[int]]:
     return list(value)
 
 
+class TextTooLong(UserError):
+    """A text that has too many tokens, however they are counted."""
+
+    def __init__(self, num_chars: int, limit: int, max_model_len: int, param: str):
+        super().__init__(
+            f"{param} has {num_chars} characters; max_model_len {max_model_len} holds at most {limit}", param
+        )
+        self.args = (num_chars, limit, max_model_len, param)
+        self.num_chars, self.limit, self.max_model_len = num_chars, limit, max_model_len
+
+
+def truncated(ids: list[int], size: int | None, facts: EngineFacts, params: GenerationParams) -> list[int]:
+    """The last tokens of a prompt.
+
+    Args:
+        size: `truncate_prompt_tokens`: how many; -1: as many as leave room for the answer; None: all.
+    """
+    if size is None:
+        return ids
+    limit = min(facts.max_model_len, facts.kv_capacity_tokens)
+    if size > limit:
+        raise UserError(f"truncate_prompt_tokens is {size}, the model takes {limit}", "truncate_prompt_tokens")
+    if size == 0:
+        raise UserError("truncate_prompt_tokens must be at least 1, or -1 for all that fit", "truncate_prompt_tokens")
+    if size < 0:
+        size = max(1, limit - (params.max_tokens or 1))
+    return ids[-size:]
+
+
 class PromptEncoder:
-    """Text and messages to ids."""
+    """Texts to ids."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -49,7 +77,7 @@ class PromptEncoder:
     async def encode(
         self, prompts: Sequence[str | list[int]], facts: EngineFacts, *, add_special_tokens: bool, param: str = "prompt"
     ) -> list[list[int]]:
-        """Ids of each prompt. Raises UserError, without tokenizing, for a text that no tokens can make fit."""
+        """Ids of each prompt. Raises TextTooLong, without tokenizing, for a text that no tokens can make fit."""
         longest = max((len(text) for text in prompts if isinstance(text, str)), default=0)
         if longest < THREAD_CHARS:
             in_thread = sum(len(text) for text in prompts if isinstance(text, str)) >= THREAD_CHARS
@@ -57,29 +85,12 @@ class PromptEncoder:
             in_thread = True
             limit = facts.max_model_len * await self._longest_token()
             if longest > limit:
-                raise UserError(
-                    f"{param} has {longest} characters; max_model_len {facts.max_model_len} holds at most {limit}",
-                    param,
-                )
+                raise TextTooLong(longest, limit, facts.max_model_len, param)
 
         def work() -> list[list[int]]:
             return [self._tokenizer.encode(p, add_special_tokens) if isinstance(p, str) else p for p in prompts]
 
         return await asyncio.to_thread(work) if in_thread else work()
-
-    async def encode_chat(self, request: ChatRequest | TokenizeRequest, facts: EngineFacts) -> list[int]:
-        """Ids of a conversation. Raises UserError for malformed messages, and for what the template refuses."""
-        messages = check_messages(request.messages or [])
-        continues = bool(request.continue_final_message)
-        begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-        text = self._tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=begins,
-            continue_final_message=continues,
-            kwargs=request.chat_template_kwargs or {},
-        )
-        special = bool(request.add_special_tokens)  # a template writes the special tokens itself
-        return (await self.encode([text], facts, add_special_tokens=special, param="messages"))[0]
 
     async def _longest_token(self) -> int:
         if not self._longest_token_bytes:

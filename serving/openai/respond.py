@@ -1,4 +1,4 @@
-"""From a POST body to a streamed or whole answer: what chat and text completions have in common."""
+"""From a POST body to a streamed or whole answer: what every API of generation has in common."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
@@ -18,18 +19,19 @@ from starlette.types import Receive, Scope, Send
 from pagedray.engine.config import Config, EngineFacts
 from pagedray.engine.errors import PagedrayError, UnknownModel, Unsupported, UserError
 from pagedray.engine.generation import GenerationParams, make_requests
-from pagedray.engine.messages import Request
+from pagedray.engine.messages import ReasoningSpan, Request
 from pagedray.engine.text.tokenizer import Tokenizer
 from pagedray.serving.answer import Answer, Delta
 from pagedray.serving.client import EngineClient
+from pagedray.serving.deadline import Deadline
 from pagedray.serving.disconnect import unless_disconnected
 from pagedray.serving.edge import session_name
+from pagedray.serving.grammars import Grammars
 from pagedray.serving.limits import parse_object, read_body
 from pagedray.serving.metrics import RequestMetrics
 from pagedray.serving.openai import sse
-from pagedray.serving.openai.errors import envelope, error_envelope
 from pagedray.serving.openai.prompts import PromptEncoder
-from pagedray.serving.openai.schema import GenerationRequest
+from pagedray.serving.parsers.registry import ParserSetup
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class Context(msgspec.Struct, frozen=True):
     encoder: PromptEncoder
     config: Config
     metrics: RequestMetrics
+    grammars: Grammars
+    parsers: ParserSetup
 
     def facts_for(self, model: str | None) -> EngineFacts:
         """Facts of the engine that serves `model`. Raises UnknownModel, EngineUnavailable."""
@@ -78,27 +82,37 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct):
-    """Token counts: prompts once whatever n is, completions summed over choices."""
+    """Token counts, written as OpenAI's APIs of completions do: prompts once whatever n is, completions summed."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] = {}
 
-    @classmethod
-    def of(cls, num_prompt_tokens: int, answer: Answer) -> Usage:
-        num = answer.num_completion_tokens
-        return cls(num_prompt_tokens, num, num_prompt_tokens + num, {"cached_tokens": answer.num_cached_tokens})
+    @property
+    def cached_tokens(self) -> int:
+        return self.prompt_tokens_details.get("cached_tokens", 0)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self.completion_tokens_details.get("reasoning_tokens", 0)
 
 
 class Form(Protocol):
-    """How an API writes an answer. One object per answer."""
+    """How an API writes an answer. One object per answer, streamed or whole."""
+
+    def begin(self, num_prompt_tokens: int) -> bytes:
+        """Events before the first token."""
 
     def chunks(self, deltas: list[Delta], usage: Usage | None) -> bytes:
         """Events for what came. `usage` so far is given if each chunk should carry it."""
 
-    def last_chunk(self, usage: Usage) -> bytes:
-        """The event with usage and no choices."""
+    def end(self, usage: Usage) -> bytes:
+        """Events after the last delta."""
+
+    def failed(self, error: PagedrayError | None) -> bytes:
+        """Events instead of those of `end`, after an error. None: our own bug."""
 
     def add(self, deltas: list[Delta]) -> None:
         """Gather what came for `body`."""
@@ -107,14 +121,18 @@ class Form(Protocol):
         """The whole answer."""
 
 
-class Job(msgspec.Struct, frozen=True):
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready to be submitted."""
 
     prompts: list[list[int]]
-    params: GenerationParams
+    params: GenerationParams  # of each prompt
     form: Form
-    wire: GenerationRequest
     facts: EngineFacts
+    stream: bool
+    reasoning: ReasoningSpan | None = None  # for the count of reasoning tokens
+    usage_with_each: bool = False  # chunks carry the usage so far
+    priority: int = 0
+    cache_salt: str = ""
     names: dict[str, str] = {}  # what the client calls a field, where that isn't the engine's name for it
     keeps_output: bool = True  # False: max_tokens 0, where the one token that is generated is not part of the answer
 
@@ -124,66 +142,138 @@ class Endpoint:
 
     Args:
         prepare: a decoded body → a Job. Raises UserError.
+        deliver: runs the job and sends its answer.
     """
 
-    def __init__(self, context: Context, prepare: Callable[[Context, dict[str, Any]], Awaitable[Job]]):
+    def __init__(
+        self,
+        context: Context,
+        prepare: Callable[[Context, dict[str, Any]], Awaitable[Job]],
+        deliver: Deliver | None = None,
+    ):
         self._context = context
         self._prepare = prepare
+        self._deliver = deliver or deliver_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = time.monotonic()
+        deadline = Deadline(scope["headers"])
         try:
             body = await read_body(scope, receive, self._context.config.server.max_body_bytes)
             session = session_name(scope["headers"])
-            await unless_disconnected(receive, self._answer(body, session, send, arrival_s))
+            await unless_disconnected(receive, self._answer(body, session, send, deadline, arrival_s))
         except ClientDisconnect:
             log.debug("client left path=%s", scope["path"])
 
-    async def _answer(self, body: bytes, session: bytes | None, send: Send, arrival_s: float) -> None:
-        context = self._context
-        job = await self._prepare(context, parse_object(body))
-        if sum(map(len, job.prompts)) < THREAD_TOKENS:
-            requests = self._requests(job)
-        else:
-            requests = await asyncio.to_thread(self._requests, job)
-        async with await context.client.submit(requests, session) as generation:
-            answer = Answer(generation, len(requests), context.tokenizer, job.params, context.metrics, arrival_s)
-            write = _stream if job.wire.stream else _whole
-            await write(job, answer, send)
+    async def _answer(
+        self, body: bytes, session: bytes | None, send: Send, deadline: Deadline, arrival_s: float
+    ) -> None:
+        async with deadline.for_start():
+            job = await self._prepare(self._context, parse_object(body, self._context.config.server.max_json_depth))
+        await self._deliver(self._context, job, Call(session, deadline, arrival_s), send)
 
-    def _requests(self, job: Job) -> tuple[Request, ...]:
-        limit = self._context.config.scheduler.max_queued_requests
-        num = len(job.prompts) * job.params.n
+
+class Call(msgspec.Struct, frozen=True):
+    """What a request says besides its body."""
+
+    session: bytes | None
+    deadline: Deadline
+    arrival_s: float  # on the monotonic clock
+
+
+Deliver = Callable[[Context, Job, Call, Send], Awaitable[None]]
+
+
+async def deliver_answer(context: Context, job: Job, call: Call, send: Send) -> None:
+    """Run a job for as long as its client waits. Raises PagedrayError before the answer has begun."""
+    async with open_answer(context, job, call.session, deadline=call.deadline, arrival_s=call.arrival_s) as answer:
+        await (_stream if job.stream else _whole)(job, answer, send)
+
+
+@asynccontextmanager
+async def open_answer(
+    context: Context,
+    job: Job,
+    session: bytes | None = None,
+    *,
+    deadline: Deadline | None = None,
+    arrival_s: float | None = None,
+) -> AsyncIterator[Answer]:
+    """Submit a job and read its answer. Leaving the context aborts what has not ended.
+
+    Args:
+        session: requests of one session go to one engine, as far as load allows.
+        deadline: of the client; None: none.
+        arrival_s: when the job came, on the monotonic clock; None: now.
+
+    Raises:
+        UserError, Overloaded, EngineUnavailable, DeadlineExceeded: before the first token.
+    """
+    deadline = deadline or Deadline([])
+    async with deadline.for_start():
+        if sum(map(len, job.prompts)) < THREAD_TOKENS:
+            requests = _requests(context, job)
+        else:
+            requests = await asyncio.to_thread(_requests, context, job)
+        generation = await context.client.submit(requests, session)
+    async with generation:
+        with deadline.for_answer(generation):
+            yield Answer(
+                generation,
+                len(requests),
+                context.tokenizer,
+                job.params,
+                context.metrics,
+                time.monotonic() if arrival_s is None else arrival_s,
+                job.reasoning,
+            )
+
+
+def usage_of(job: Job, answer: Answer) -> Usage:
+    """Token counts so far."""
+    num_prompt, num_output = sum(map(len, job.prompts)), answer.num_completion_tokens if job.keeps_output else 0
+    return Usage(
+        num_prompt,
+        num_output,
+        num_prompt + num_output,
+        {"cached_tokens": answer.num_cached_tokens},
+        {"reasoning_tokens": answer.num_reasoning_tokens if job.keeps_output else 0},
+    )
+
+
+def _requests(context: Context, job: Job) -> tuple[Request, ...]:
+    limit = context.config.scheduler.max_queued_requests
+    num = len(job.prompts) * job.params.n
+    try:
         if num > limit:
             raise UserError(f"prompts times n is {num}; at most {limit} (max_queued_requests) fit the queue", "prompt")
-        if job.wire.priority and self._context.config.scheduler.scheduling_policy != "priority":
+        if job.priority and context.config.scheduler.scheduling_policy != "priority":
             raise Unsupported("priority needs scheduling_policy priority, a setting of the server", "priority")
         internal_id = uuid.uuid4().hex  # never the client's: two live requests may carry the same X-Request-Id
-        try:
-            return tuple(
-                request
-                for i, prompt_ids in enumerate(job.prompts)
-                for request in make_requests(
-                    prompt_ids,
-                    job.params,
-                    job.facts,
-                    request_id=f"{internal_id}-{i}",
-                    client_id=self._context.client.client_id,
-                    priority=job.wire.priority or 0,
-                    cache_salt=job.wire.cache_salt or "",
-                    arrival_s=time.time(),
-                )
+        return tuple(
+            request
+            for i, prompt_ids in enumerate(job.prompts)
+            for request in make_requests(
+                prompt_ids,
+                job.params,
+                job.facts,
+                request_id=f"{internal_id}-{i}",
+                client_id=context.client.client_id,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                arrival_s=time.time(),
             )
-        except UserError as error:
-            if error.param is not None:
-                error.param = job.names.get(error.param, error.param)
-            raise
+        )
+    except UserError as error:
+        if error.param is not None:
+            error.param = job.names.get(error.param, error.param)
+        raise
 
 
 async def _whole(job: Job, answer: Answer, send: Send) -> None:
     while deltas := await answer.next():
         job.form.add(deltas)
-    body = msgspec.json.encode(job.form.body(_usage(job, answer)))
+    body = msgspec.json.encode(job.form.body(usage_of(job, answer)))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await _send(send, {"type": "http.response.start", "status": 200, "headers": headers})
     await _send(send, {"type": "http.response.body", "body": body})
@@ -191,31 +281,25 @@ async def _whole(job: Job, answer: Answer, send: Send) -> None:
 
 async def _stream(job: Job, answer: Answer, send: Send) -> None:
     """One send per delivery. An error after the start becomes an event, then the stream ends as usual."""
-    options = job.wire.stream_options
-    with_usage = options is not None and bool(options.include_usage)
-    with_each = with_usage and options is not None and bool(options.continuous_usage_stats)
+    form = job.form
     await _send(send, {"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
     try:
+        data = form.begin(sum(map(len, job.prompts)))
+        if data:
+            await _send(send, {"type": "http.response.body", "body": data, "more_body": True})
         while deltas := await answer.next():
-            data = job.form.chunks(deltas, _usage(job, answer) if with_each else None)
+            data = form.chunks(deltas, usage_of(job, answer) if job.usage_with_each else None)
             if data:
                 await _send(send, {"type": "http.response.body", "body": data, "more_body": True})
-        end = job.form.last_chunk(_usage(job, answer)) if with_usage else b""
+        end = form.end(usage_of(job, answer))
     except ClientDisconnect:
         raise
     except PagedrayError as error:
-        end = sse.event(error_envelope(error))
+        end = form.failed(error)
     except Exception:
         log.exception("writing a stream failed")
-        end = sse.event(envelope("internal error", "server_error", "internal_error"))
-    await _send(send, {"type": "http.response.body", "body": end + sse.DONE, "more_body": False})
-
-
-def _usage(job: Job, answer: Answer) -> Usage:
-    usage = Usage.of(sum(map(len, job.prompts)), answer)
-    if not job.keeps_output:
-        usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
-    return usage
+        end = form.failed(None)
+    await _send(send, {"type": "http.response.body", "body": end, "more_body": False})
 
 
 async def _send(send: Send, message: dict[str, Any]) -> None:

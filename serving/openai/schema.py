@@ -6,12 +6,16 @@ Fields that OpenAI doesn't have are named as vLLM names them. A null means: not 
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pagedray.engine.errors import Unsupported, UserError
 from pagedray.engine.generation import MAX_CHOICES, MAX_LOGPROBS, GenerationParams
+from pagedray.engine.grammar.source import GrammarSource
+from pagedray.serving.openai.formats import OLD_NAMES, read_grammar
+from pagedray.serving.openai.tools import Offer, read_functions, read_tools
 
 IGNORED = {
     "user": "names the end user for abuse reports; nothing here depends on it",
@@ -23,43 +27,30 @@ IGNORED = {
     "prompt_cache_options": "the prefix cache finds equal beginnings by itself; see cache_salt",
     "prompt_cache_retention": "cached blocks stay until their memory is needed",
     "prediction": "a hint about speed that doesn't change the answer",
-    "parallel_tool_calls": "there are no tool calls",
     "request_id": "ids are made here; an X-Request-Id header is echoed",
+    "spaces_between_special_tokens": "special tokens that are shown stand as the model wrote them",
+    "guided_decoding_backend": "there is one",
 }
 
 _NOT_YET = "is not implemented"
 
 # name → (why, values that ask for nothing and are accepted)
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "tools": (_NOT_YET, ([],)),
-    "tool_choice": (_NOT_YET, ("none",)),
-    "functions": (_NOT_YET, ([],)),
-    "function_call": (_NOT_YET, ("none",)),
-    "response_format": ("other than text is not implemented", ({"type": "text"},)),
-    "structured_outputs": (_NOT_YET, ()),
-    "guided_json": (_NOT_YET, ()),
-    "guided_regex": (_NOT_YET, ()),
-    "guided_choice": (_NOT_YET, ()),
-    "guided_grammar": (_NOT_YET, ()),
     "audio": (_NOT_YET, ()),
     "modalities": ("other than text is not implemented", (["text"],)),
     "moderation": (_NOT_YET, ()),
     "web_search_options": (_NOT_YET, ()),
-    "reasoning_effort": ("is not implemented; a template's switch goes into chat_template_kwargs", ("none",)),
-    "verbosity": (_NOT_YET, ("medium",)),
-    "suffix": ("is not implemented", ("",)),
+    "suffix": ("is not implemented; a model that can fill gaps has tokens for it, which belong into the prompt", ("",)),
     "use_beam_search": (_NOT_YET, (False,)),
     "length_penalty": ("belongs to beam search, which is not implemented", (1, 1.0)),
     "logits_processors": (_NOT_YET, ([],)),
-    "bad_words": ("is not implemented; bad_token_ids takes ids", ([],)),
-    "truncate_prompt_tokens": (_NOT_YET, ()),
-    "spaces_between_special_tokens": (_NOT_YET, (True,)),
-    "return_tokens_as_token_ids": ("is not implemented; return_token_ids gives the ids", (False,)),
+    "guided_whitespace_pattern": ("is not implemented; structured_outputs.grammar takes any whitespace", ()),
     "prompt_embeds": (_NOT_YET, ()),
-    "documents": (_NOT_YET, ([],)),
     "chat_template": ("of a request is not implemented; it is a setting of the server", ()),
     "mm_processor_kwargs": (_NOT_YET, ({},)),
 }
+
+MAX_TEMPERATURE = 2.0  # OpenAI's
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
@@ -85,7 +76,7 @@ class GenerationRequest(Wire):
     max_tokens: Int32 | None = None
     seed: int | None = None
     stop: Annotated[list[str], Field(fail_fast=True)] | None = None
-    temperature: float | None = None
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -103,6 +94,19 @@ class GenerationRequest(Wire):
     add_special_tokens: bool | None = None
     prompt_logprobs: Int32 | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name tokens token_id:ID.")
+    truncate_prompt_tokens: Int32 | None = Field(None, ge=-1, description="Keeps the last so many; -1: all that fit.")
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = Field(
+        None, description="Each must be one token of the model."
+    )
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, regex, choice, grammar, json_object, structural_tag."
+    )
+    guided_json: Any = Field(None, description="The earlier name of structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="The earlier name of structured_outputs.regex.")
+    guided_choice: list[Any] | None = Field(None, description="The earlier name of structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="The earlier name of structured_outputs.grammar.")
     priority: Int32 | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
 
@@ -124,6 +128,22 @@ class GenerationRequest(Wire):
             raise Unsupported("prompt_logprobs is not available with stream: true", "prompt_logprobs")
         return self
 
+    @property
+    def grammar(self) -> GrammarSource | None:
+        """What the answer must look like. Raises UserError."""
+        return read_grammar(
+            self.response_format, self.structured_outputs, {name: getattr(self, name) for name in OLD_NAMES}
+        )
+
+    @property
+    def wants_usage(self) -> bool:
+        """A stream ends with a chunk that has the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_with_each(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
     def params(self, **overrides: Any) -> GenerationParams:
         """What the engine is asked for; fields that were not given keep GenerationParams' defaults."""
         given = {name: getattr(self, name) for name in _SAME_NAME if getattr(self, name) is not None}
@@ -131,11 +151,16 @@ class GenerationRequest(Wire):
             if name in given:
                 given[name] = tuple(given[name])
         if self.logit_bias:
-            given["logit_bias"] = tuple((_token_id(key), bias) for key, bias in self.logit_bias.items())
+            given["logit_bias"] = tuple((token_id(key), bias) for key, bias in self.logit_bias.items())
         return GenerationParams(**{**given, **overrides})
 
 
-_SAME_NAME = [name for name in GenerationParams.__struct_fields__ if name not in ("logprobs", "logit_bias")]
+_SAME_NAME = [
+    name for name in GenerationParams.__struct_fields__ if name not in ("logprobs", "logit_bias", "constraint")
+]
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRequest(GenerationRequest):
@@ -143,9 +168,31 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = Field(None, description="The earlier form of tools.")
+    function_call: Any = Field(None, description="The earlier form of tool_choice.")
+    reasoning_effort: Effort | None = Field(
+        None, description="For the chat template; none switches reasoning off where the template can."
+    )
+    max_reasoning_tokens: Int32 | None = Field(None, ge=0, description="Then the model must answer.")
+    include_reasoning: bool | None = Field(None, description="false leaves the reasoning out of the answer.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="For the chat template.")
+    documents: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def offer(self) -> Offer:
+        """What the model may call. Raises UserError."""
+        for new, old in (("tools", "functions"), ("tool_choice", "function_call")):
+            if getattr(self, old) is not None and (self.tools is not None or self.tool_choice is not None):
+                raise UserError(f"{old} is the earlier form of {new}; give one of them", old)
+        if self.functions is not None or self.function_call is not None:
+            return read_functions(self.functions, self.function_call)
+        return read_tools(self.tools, self.tool_choice)
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
@@ -163,12 +210,13 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise Unsupported(
-                f"best_of other than n is not implemented: best_of {self.best_of}, n {self.n or 1}", "best_of"
-            )
-        if self.max_tokens == 0 and not self.echo:
-            raise UserError("max_tokens must be at least 1, or 0 together with echo: true", "max_tokens")
+        if self.best_of is not None:
+            if not (self.n or 1) <= self.best_of <= MAX_CHOICES:
+                raise UserError(
+                    f"best_of must be from n ({self.n or 1}) to {MAX_CHOICES}, got {self.best_of}", "best_of"
+                )
+            if self.stream and self.best_of > (self.n or 1):
+                raise UserError("best_of above n can't be streamed: the best are known at the end", "best_of")
         return self
 
 
@@ -178,6 +226,8 @@ class TokenizeRequest(Wire):
     messages: list[Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    tools: list[Any] | None = None
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -187,7 +237,13 @@ class TokenizeRequest(Wire):
         if (self.prompt is None) == (self.messages is None):
             raise UserError("give either prompt or messages", "prompt")
         if self.prompt is not None:
-            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            for name in (
+                "add_generation_prompt",
+                "continue_final_message",
+                "chat_template_kwargs",
+                "tools",
+                "reasoning_effort",
+            ):
                 if getattr(self, name) is not None:
                     raise UserError(f"{name} needs messages", name)
         check_prompt_ends(self)
@@ -210,8 +266,16 @@ def check_prompt_ends(request: ChatRequest | TokenizeRequest) -> None:
 R = TypeVar("R", bound=Wire)
 
 
-def parse(kind: type[R], body: dict[str, Any]) -> R:
+def parse(
+    kind: type[R],
+    body: dict[str, Any],
+    ignored: Mapping[str, str] = IGNORED,
+    refused: Mapping[str, tuple[str, tuple[Any, ...]]] = REFUSED,
+) -> R:
     """Check a decoded body.
+
+    Args:
+        ignored, refused: fields of its API besides those of `kind`.
 
     Raises:
         UserError: a field is unknown, missing or wrong; `param` is its path.
@@ -222,12 +286,12 @@ def parse(kind: type[R], body: dict[str, Any]) -> R:
     for name, value in body.items():
         if name in known:
             given[name] = value
-        elif name in REFUSED:
-            reason, neutral = REFUSED[name]
+        elif name in refused:
+            reason, neutral = refused[name]
             if value is not None and not any(type(value) is type(v) and value == v for v in neutral):
                 raise Unsupported(f"{name} {reason}", name)
-        elif name not in IGNORED:
-            raise UserError(_unknown(name, [*known, *IGNORED]), name[:64])
+        elif name not in ignored:
+            raise UserError(_unknown(name, [*known, *ignored]), name[:64])
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -250,7 +314,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return path
 
 
-def _token_id(key: str) -> int:
+def token_id(key: str) -> int:
     digits = key.removeprefix("-")
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
         raise UserError(f"logit_bias: {key[:32]!r} is not a token id", "logit_bias")

@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+from pagedray.engine.errors import PagedrayError
+from pagedray.serving.openai.errors import error_envelope
+
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -16,6 +19,11 @@ DONE = b"data: [DONE]\n\n"
 
 def event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def failure(error: PagedrayError | None) -> bytes:
+    """How a stream ends after an error. None: our own bug."""
+    return event(error_envelope(error)) + DONE
 
 
 class ChunkFrame:
@@ -30,7 +38,7 @@ class ChunkFrame:
         self._head = b"data: " + msgspec.json.encode(constants)[:-1] + b',"choices":['
         self._tail = b',"usage":null}\n\n' if usage else b"}\n\n"
 
-    def chunk(self, choice: bytes, usage: Any = None, fields: bytes = b"") -> bytes:
+    def chunk(self, choice: bytes, fields: bytes = b"", usage: Any = None) -> bytes:
         """An event. `choice` is encoded, or empty for the chunk that only brings usage; so are further `fields`."""
         if usage is not None:
             fields += b',"usage":%b' % msgspec.json.encode(usage)

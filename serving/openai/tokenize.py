@@ -7,9 +7,12 @@ from typing import Any
 
 from pagedray.engine.errors import UserError
 from pagedray.engine.generation import check_ids
+from pagedray.serving.conversation import Conversation, render_prompt
+from pagedray.serving.openai.messages import check_messages
 from pagedray.serving.openai.prompts import THREAD_CHARS
 from pagedray.serving.openai.respond import Context
 from pagedray.serving.openai.schema import DetokenizeRequest, TokenizeRequest, parse
+from pagedray.serving.openai.tools import read_tools
 
 MAX_DETOKENIZED = 2**18  # a second's work
 
@@ -19,7 +22,7 @@ async def tokenize(context: Context, body: dict[str, Any]) -> dict[str, Any]:
     wire = parse(TokenizeRequest, body)
     facts = context.facts_for(wire.model)
     if wire.prompt is None:
-        ids = await context.encoder.encode_chat(wire, facts)
+        ids = await render_prompt(context, _conversation(wire))
     else:
         special = wire.add_special_tokens is not False
         ids = (await context.encoder.encode([wire.prompt], facts, add_special_tokens=special))[0]
@@ -27,6 +30,19 @@ async def tokenize(context: Context, body: dict[str, Any]) -> dict[str, Any]:
     if wire.return_token_strs:
         out["token_strs"] = [context.tokenizer.token_text(token_id) for token_id in ids]
     return out
+
+
+def _conversation(wire: TokenizeRequest) -> Conversation:
+    return Conversation(
+        model=wire.model,
+        messages=check_messages(wire.messages or []),
+        tools=read_tools(wire.tools, None).tools,
+        reasoning_effort=wire.reasoning_effort,
+        add_generation_prompt=wire.add_generation_prompt,
+        continue_final_message=bool(wire.continue_final_message),
+        template_kwargs=wire.chat_template_kwargs or {},
+        add_special_tokens=bool(wire.add_special_tokens),
+    )
 
 
 async def detokenize(context: Context, body: dict[str, Any]) -> dict[str, Any]:

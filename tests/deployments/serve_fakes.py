@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 from pagedray.deployments.build import Parts
-from pagedray.deployments.cli import parser, read_config
+from pagedray.deployments.cli import parser
+from pagedray.deployments.commands.settings import read_config
 from pagedray.deployments.phases import Phases
 from pagedray.deployments.proxy import end_haproxy, listener
 

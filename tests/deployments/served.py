@@ -71,7 +71,7 @@ class Served:
 
     @property
     def url(self) -> str:
-        match = re.search(r"ready in .*?: (http://\S+)", self.output)
+        match = re.search(r"ready in .*?: (https?://\S+)", self.output)
         assert match is not None, self.output
         return match[1]
 

@@ -57,6 +57,9 @@ class Steps:
         assert self.ended[step].wait(30)
         return RunnerOutput(step, (step,))
 
+    def expert_loads(self) -> dict[int, tuple[int, ...]]:
+        return {4: (5, 6)}
+
 
 class LocalActor:
     """A WorkerActor whose calls run in threads, as Ray runs those of concurrency groups."""
@@ -185,3 +188,10 @@ def test_progress_shows_phases_and_the_bar_being_drawn(actor: LocalActor) -> Non
     actor.actor._on_phase("more", 0.1)
     assert decode(LoadProgress, actor.actor.progress()).phases[-1].bar == "loading  50%"
     assert decode(LoadProgress, actor.actor.progress()).bar == ""
+
+
+async def test_loads_of_experts_are_asked_of_rank_0(actor: Any) -> None:
+    executor = RayExecutor(actor, 30.0)
+    executor.submit(plan(0))
+    assert await executor.expert_loads() == {4: (5, 6)}
+    assert not actor.worker.ended[0].is_set()  # a thread of its own: no step waits

@@ -17,13 +17,15 @@ from pagedray.engine.config import Config, EngineFacts, load_config
 from pagedray.engine.engine import Engine
 from pagedray.engine.errors import EngineDead
 from pagedray.engine.executor import LocalExecutor
-from pagedray.engine.messages import Request, UpdateBatch
+from pagedray.engine.grammar.source import GrammarSource
+from pagedray.engine.messages import CompiledGrammar, Request, UpdateBatch
 from pagedray.engine.metrics import EngineStats
 from pagedray.engine.text.chat_template import ChatTemplate
 from pagedray.serving.app import create_app
 from pagedray.serving.client import Deadlines, EngineClient, EngineLink
+from pagedray.serving.grammars import Grammars
 from pagedray.serving.router import Router
-from tests.fakes import ByteTokenizer, FakeWorker
+from tests.fakes import VOCAB_SIZE, ByteTokenizer, FakeWorker, fake_grammar
 
 
 class LocalLink:
@@ -66,7 +68,7 @@ class LocalLink:
 
     async def stats(self) -> EngineStats:
         await self._alive()
-        return self.engine.stats()
+        return await self.engine.stats_with_experts()
 
     def kill(self) -> None:
         self._death.set()
@@ -97,8 +99,32 @@ TEMPLATE = """{%- for message in messages -%}
 class TemplatedTokenizer(ByteTokenizer):
     """Bytes, with a real chat template."""
 
+    special_ids = frozenset(range(256, VOCAB_SIZE))
+
+    def __init__(self, template: str = TEMPLATE):
+        self.chat_template = template
+        self._template = ChatTemplate(template)
+
+    def template_uses(self, name: str) -> bool:
+        return self._template.uses(name)
+
     def apply_chat_template(self, messages: Any, *, kwargs: Any = None, **how: bool) -> str:
-        return ChatTemplate(TEMPLATE).render(messages, kwargs or {}, **how)
+        return self._template.render(messages, kwargs or {}, **how)
+
+
+class ScriptedGrammars(Grammars):
+    """Makes of every grammar one that a fake worker answers with `output`. `sources` has what it was asked for."""
+
+    def __init__(self, output: str):
+        self.output = output
+        self.sources: list[GrammarSource] = []
+
+    async def compile(self, source: GrammarSource, facts: EngineFacts) -> CompiledGrammar:
+        self.sources.append(source)
+        return fake_grammar(self.output.encode())
+
+    async def close(self) -> None:
+        pass
 
 
 class Rig:
@@ -111,6 +137,8 @@ class Rig:
         on_link_dead: Callable[[EngineLink], None] | None = None,
         deadlines: Deadlines | None = None,
         router: Router | None = None,
+        template: str = TEMPLATE,
+        grammars: Grammars | None = None,
         **settings: Any,
     ):
         self.worker_class = worker_class
@@ -118,8 +146,8 @@ class Rig:
         self.config = load_config(overrides={"num_kv_blocks": 256, "block_size": 4, **settings})
         self.client = EngineClient(self.config.failure, on_link_dead, deadlines or Deadlines(), router)
         self.links: list[LocalLink] = []
-        self.tokenizer = TemplatedTokenizer()
-        self.app: Starlette = create_app(self.client, self.tokenizer, self.config)  # type: ignore[arg-type]
+        self.tokenizer: Any = TemplatedTokenizer(template)
+        self.app: Starlette = create_app(self.client, self.tokenizer, self.config, grammars=grammars)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test", timeout=60)
 
     def start_engine(self) -> LocalLink:
@@ -136,6 +164,7 @@ class Rig:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.http.aclose()
         await self.client.close()
+        await self.app.state.grammars.close()
         for link in self.links:
             await link.close()
 

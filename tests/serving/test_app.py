@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagedray.serving.client import Deadlines
+from pagedray.serving.edge import HeaderGuard
 from pagedray.serving.openai import prompts
 from tests.fakes import SlowFakeWorker, greedy
 from tests.serving.rig import Rig, text_of
@@ -208,3 +210,18 @@ async def test_chunks_reach_a_socket_one_by_one() -> None:
             seen.append((chunk.choices[0].text, rig.links[0].engine.stats().generated_tokens))
         assert "".join(text for text, _ in seen) == text_of(greedy(b"x", 5))
         assert seen[0][1] < 5  # the first came before the last was made
+
+
+async def test_headers_reach_the_app_as_utf8() -> None:
+    """Serve decodes every header as UTF-8, and would fail on others."""
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["headers"])
+
+    given = [(b"a", b"plain"), (b"b", "é€".encode()), (b"c", b"caf\xe9"), (b"d", b"\xff\xfe\x80")]
+    await HeaderGuard(app)({"type": "http", "headers": given}, app, app)  # type: ignore[arg-type]
+    assert seen.pop() == [(b"a", b"plain"), (b"b", "é€".encode()), (b"c", "café".encode()), (b"d", "ÿþ\x80".encode())]
+    headers = [(b"x-request-timeout-seconds", b"5")]
+    await HeaderGuard(app)({"type": "http", "headers": headers}, app, app)  # type: ignore[arg-type]
+    assert seen == [[(b"x-request-timeout-s", b"5")]]

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes import EOS_ID, greedy
 from tests.serving.rig import Rig, text_of, texts
+from tests.serving.templates import HERMES
 
 USER = [{"role": "user", "content": "hi"}]
 PATH = "/v1/chat/completions"
@@ -145,7 +146,10 @@ async def test_a_second_turn_with_parts_and_null_content() -> None:
         {"role": "assistant", "content": None, "refusal": "never"},
         {"role": "user", "content": "and?"},
     ]
-    prompt = "system:be brief\nuser:a\nb\nassistant:\ntool:42\nassistant:no\nassistant:never\nuser:and?\nassistant:"
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'  # the template has no place for calls
+    prompt = (
+        f"system:be brief\nuser:a\nb\nassistant:{call}\ntool:42\nassistant:no\nassistant:never\nuser:and?\nassistant:"
+    )
     async with Rig() as rig:
         got = await rig.chat(messages=history, max_tokens=3, return_token_ids=True)
         assert bytes(got["prompt_token_ids"]).decode() == prompt
@@ -210,3 +214,65 @@ async def test_emoji_cut_at_every_offset_join_to_the_whole(cut: int) -> None:
         whole = (await rig.chat(**body))["choices"][0]["message"]["content"]
         assert whole == data.decode("utf-8", "replace")
         assert texts(await rig.stream(PATH, **body)) == {0: whole}
+
+
+async def test_tokens_can_be_named_by_their_ids() -> None:
+    body: dict[str, Any] = {"messages": USER, "allowed_token_ids": [97], "max_tokens": 1, "logprobs": True}
+    async with Rig() as rig:
+        got = await rig.chat(**body, top_logprobs=2, return_tokens_as_token_ids=True)
+        (entry,) = got["choices"][0]["logprobs"]["content"]
+        assert entry["token"] == "token_id:97" and entry["bytes"] == [97]
+        assert [top["token"] for top in entry["top_logprobs"]] == ["token_id:97", "token_id:98"]
+
+
+async def test_a_prompt_can_be_cut_to_its_end() -> None:
+    async with Rig(max_model_len=20) as rig:
+        messages = [{"role": "user", "content": "0123456789abcdef"}]
+        for size, max_tokens, prompt in [
+            (12, 2, b"\nassistant:"),
+            (-1, 6, b"ef\nassistant:"),
+            (20, 6, None),
+        ]:
+            response = await rig.post(
+                PATH,
+                {
+                    "model": "fake",
+                    "messages": messages,
+                    "max_tokens": max_tokens,
+                    "truncate_prompt_tokens": size,
+                    "return_token_ids": True,
+                },
+            )
+            if prompt is None:
+                assert response.status_code == 400
+            else:
+                assert bytes(response.json()["prompt_token_ids"])[-len(prompt) :] == prompt
+                assert len(response.json()["prompt_token_ids"]) == (size if size > 0 else 20 - max_tokens)
+
+
+async def test_words_that_must_not_come() -> None:
+    async with Rig() as rig:
+        await rig.chat(messages=USER, max_tokens=1, bad_words=["x", "y", "x"], bad_token_ids=[5])
+        assert rig.links[0].submitted[0].params.bad_token_ids == (5, 120, 121)
+
+
+async def test_documents_and_verbosity_are_for_the_template() -> None:
+    async with Rig(template=HERMES) as rig:
+        got = await rig.chat(
+            messages=USER,
+            max_tokens=1,
+            documents=[{"text": "a"}, {"text": "b"}],
+            verbosity="low",
+            return_token_ids=True,
+        )
+        prompt = bytes(got["prompt_token_ids"]).decode()
+        assert prompt == "user:hi\ndoc a\ndoc b\nverbosity low\nassistant:"
+    async with Rig() as rig:
+        got = await rig.chat(messages=USER, max_tokens=1, documents=[], verbosity="low", return_token_ids=True)
+        assert bytes(got["prompt_token_ids"]) == b"user:hi\nassistant:"
+
+
+async def test_what_official_clients_add_to_history_is_taken() -> None:
+    answer = {"role": "assistant", "content": "x", "refusal": None, "parsed": {"a": 1}, "tool_calls": None}
+    async with Rig() as rig:
+        assert (await rig.chat(messages=[*USER, answer, *USER], max_tokens=1))["usage"]["completion_tokens"] == 1

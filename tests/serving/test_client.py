@@ -10,7 +10,15 @@ import msgspec
 import pytest
 
 from pagedray.engine.config import EngineFacts, FailureConfig, load_config
-from pagedray.engine.errors import EngineDead, EngineUnavailable, Overloaded, PagedrayError, UserError
+from pagedray.engine.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    EngineUnavailable,
+    Overloaded,
+    PagedrayError,
+    RequestFailed,
+    UserError,
+)
 from pagedray.engine.messages import PromptLogprobs, Request, RequestUpdate, SamplingParams, UpdateBatch
 from pagedray.engine.metrics import EngineStats
 from pagedray.serving.client import Deadlines, EngineClient
@@ -191,7 +199,7 @@ async def test_a_gap_ends_the_request_with_an_error(client: EngineClient) -> Non
     assert link.aborted == ["r"]
 
 
-@pytest.mark.parametrize(("reason", "error"), [("error", EngineDead), ("abort", EngineUnavailable)])
+@pytest.mark.parametrize(("reason", "error"), [("error", RequestFailed), ("abort", DeadlineExceeded)])
 async def test_an_engines_error_is_raised_after_the_tokens(
     client: EngineClient, reason: Any, error: type[Exception]
 ) -> None:

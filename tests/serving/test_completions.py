@@ -29,6 +29,7 @@ async def test_text_usage_and_finish_reason() -> None:
             "completion_tokens": 7,
             "total_tokens": 12,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
         await rig.idle()
 
@@ -325,3 +326,70 @@ async def test_minus_infinity_is_written_as_a_number() -> None:
         got = await rig.complete(prompt="x", max_tokens=1, logprobs=2)
         assert got["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
         assert got["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -9999.0, "b": -9999.0}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_max_tokens_0_is_an_empty_answer(stream: bool) -> None:
+    async with Rig() as rig:
+        if stream:
+            chunks = await rig.stream("/v1/completions", prompt="x", max_tokens=0)
+            assert texts(chunks) == {0: ""}
+        else:
+            got = await rig.complete(prompt="x", max_tokens=0)
+            assert (got["choices"][0]["text"], got["choices"][0]["finish_reason"]) == ("", "length")
+            assert got["usage"]["completion_tokens"] == 0
+
+
+class Liked(FakeWorker):
+    """Its choices are one token each: a, b, c, d in turn, of which c is the most likely and a the least."""
+
+    choose = staticmethod(lambda ids, seq: 97 + int(seq.seq_id.rpartition("-")[2]))
+
+    def _run(self, out: Any) -> Any:
+        got = super()._run(out)
+        odds = {97: -3.0, 98: -1.0, 99: -0.5, 100: -2.0}
+        logprobs = (TokenLogprobs(i, odds[i], 1, (), ()) if i in odds else None for i in got.token_ids)
+        return msgspec.structs.replace(got, logprobs=tuple(logprobs))
+
+
+async def test_the_best_of_several() -> None:
+    async with Rig(Liked) as rig:
+        got = await rig.complete(prompt=["x", "y"], n=2, best_of=4, max_tokens=1)
+        assert [(choice["index"], choice["text"]) for choice in got["choices"]] == [
+            (0, "c"),
+            (1, "b"),
+            (2, "c"),
+            (3, "b"),
+        ]
+        assert all(choice["logprobs"] is None for choice in got["choices"])
+        assert got["usage"]["completion_tokens"] == 8
+        got = await rig.complete(prompt="x", best_of=3, max_tokens=1, logprobs=0, return_token_ids=True)
+        (choice,) = got["choices"]
+        assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("c", [-0.5])
+        assert (choice["token_ids"], choice["prompt_token_ids"]) == ([99], [120])
+        same = await rig.complete(prompt="x", n=2, best_of=2, max_tokens=1)
+        assert [choice["text"] for choice in same["choices"]] == ["a", "b"]
+
+
+async def test_tokens_can_be_named_by_their_ids() -> None:
+    async with Rig() as rig:
+        got = await rig.complete(
+            prompt="x", allowed_token_ids=[97], max_tokens=1, logprobs=2, echo=True, return_tokens_as_token_ids=True
+        )
+        logprobs = got["choices"][0]["logprobs"]
+        assert logprobs["tokens"] == ["token_id:120", "token_id:97"]
+        assert logprobs["top_logprobs"][1] == {"token_id:97": -0.097, "token_id:98": -0.098}
+        assert logprobs["text_offset"] == [0, 1]
+
+
+async def test_a_prompt_can_be_cut_to_its_end() -> None:
+    async with Rig() as rig:
+        got = await rig.complete(prompt=["abcdef", "xy"], max_tokens=1, truncate_prompt_tokens=3, echo=True)
+        assert [choice["text"][:-1] for choice in got["choices"]] == ["def", "xy"]
+        assert got["usage"]["prompt_tokens"] == 5
+
+
+async def test_words_that_must_not_come() -> None:
+    async with Rig() as rig:
+        await rig.complete(prompt="x", max_tokens=1, bad_words=["x"])
+        assert rig.links[0].submitted[0].params.bad_token_ids == (120,)

@@ -71,7 +71,7 @@ def test_every_stream_option_has_a_place() -> None:
 
 
 def test_every_generation_parameter_can_be_asked_for() -> None:
-    assert set(GenerationParams.__struct_fields__) - {"logprobs"} == set(APPLIED)
+    assert set(GenerationParams.__struct_fields__) - {"logprobs", "constraint"} == set(APPLIED)
     for kind in (ChatRequest, CompletionRequest):
         assert set(APPLIED) <= set(kind.model_fields)
 
