@@ -15,6 +15,7 @@ import msgspec
 from pagedray.deployments.devices import device_of_cluster
 from pagedray.engine.config import Config, load_config
 from pagedray.engine.errors import ConfigError
+from pagedray.serving.parsers.registry import choose_parsers
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -56,7 +57,9 @@ def build(args: dict[str, Any]) -> Application:
     for name, remedy in OF_THE_CLUSTER.items():
         if name in flat:
             raise ConfigError(f"{name} belongs to the cluster, not to one application: {remedy}")
-    return application(load_config(args, environ=os.environ, auto_device=device_of_cluster))
+    config = load_config(args, environ=os.environ, auto_device=device_of_cluster)
+    choose_parsers(config.api, None)  # names that aren't known fail the deployment before it starts anything
+    return application(config)
 
 
 def application(config: Config, parts: Parts = Parts(), drain_timeout_s: float = 30.0) -> Application:  # noqa: B008 (frozen)

@@ -85,14 +85,11 @@ def _rotated(x, other, cos_row, sin_row, column, HALF: tl.constexpr, x_type: tl.
 
 @triton.jit
 def _finite(x):  # type: ignore[no-untyped-def]
-    if x.dtype == tl.float16:
-        most: tl.constexpr = 65504.0
-    elif x.dtype == tl.bfloat16:
-        most: tl.constexpr = 3.3895313892515355e38
-    else:
-        most: tl.constexpr = 3.4028234663852886e38
+    SMALL: tl.constexpr = x.dtype == tl.float16
+    SHORT: tl.constexpr = x.dtype == tl.bfloat16
+    MOST: tl.constexpr = 65504.0 if SMALL else 3.3895313892515355e38 if SHORT else 3.4028234663852886e38
     wide = x.to(tl.float32)
-    return tl.where(wide == wide, tl.minimum(tl.maximum(wide, -most), most), 0.0).to(x.dtype)
+    return tl.where(wide == wide, tl.minimum(tl.maximum(wide, -MOST), MOST), 0.0).to(x.dtype)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # What needs no key: probes and monitoring ask these, and they tell nothing of what clients send. All else needs one, so
 # that a route that is added later does.
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/docs"})
 
 LOOK_AGAIN_S = 1.0  # between looks at a key file
 MAX_CREDENTIALS = 4  # that are looked at of one request

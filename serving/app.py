@@ -117,6 +117,10 @@ def create_app(
         await client.health()
         return Json({"status": "healthy"})
 
+    async def load(request: HttpRequest) -> Response:
+        found = [stats.scheduler for stats in await client.stats()]
+        return Json({"server_load": sum(engine.num_running + engine.num_waiting for engine in found)})
+
     async def version(request: HttpRequest) -> Response:
         return Json({"version": package_version()})
 
@@ -148,6 +152,8 @@ def create_app(
         Route("/tokenize", _json_post(context, tokenize), methods=["POST"]),
         Route("/detokenize", _json_post(context, detokenize), methods=["POST"]),
         Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/load", load),
         Route("/version", version),
         Route("/metrics", scrape),
     ]

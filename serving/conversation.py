@@ -109,7 +109,8 @@ async def prepare_turn(context: Context, conversation: Conversation) -> Turn:
     params = conversation.params
     dropped: tuple[str, ...] = ()
     if grammar is not None or (span is not None and span.max_tokens is not None):
-        params = msgspec.structs.replace(params, constraint=Constraint(grammar, span))
+        constraint = msgspec.structs.replace(params.constraint or Constraint(), grammar=grammar, reasoning=span)
+        params = msgspec.structs.replace(params, constraint=constraint)
     if needs_special_tokens(ParserSetup(setup.tool if conversation.may_call else None, setup.reasoning)):
         if params.skip_special_tokens:
             dropped = _special_tokens(context)

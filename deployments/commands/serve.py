@@ -23,6 +23,7 @@ from pagedray.engine.checkpoint import open_checkpoint
 from pagedray.engine.config import Config
 from pagedray.engine.models.parse import model_spec
 from pagedray.engine.models.stages import check_ranks
+from pagedray.serving.parsers.registry import choose_parsers
 
 
 def add_serve(commands: Any) -> None:
@@ -65,12 +66,13 @@ def serve(config: Config, ray_address: str | None, begun_s: float) -> None:
     Args:
         begun_s: wall clock of the process's beginning: Python's own start and the imports are waited for too.
     """
+    choose_parsers(config.api, None)  # names that aren't known are found before all else
     phases = Phases(sys.stdout, begun_s)
     with tempfile.TemporaryDirectory(prefix="pr-", dir="/tmp") as folder:
         if ray_address is None:
             leaf = config.model
             checkpoint = open_checkpoint(leaf.model, leaf.revision, leaf.needs_weights)
-            if config.worker.num_ranks > 1:  # what can't be is found before all else
+            if config.worker.num_ranks > 1:  # so are ranks that can't share the model
                 check_ranks(model_spec(checkpoint), config.worker)
             listen, trouble = listener(config.server, Path(folder))
             if trouble is not None:

@@ -27,12 +27,13 @@ async def prepare(context: Context, body: dict[str, Any]) -> Job:
     offer = wire.offer
     params = _params(wire, facts, context.tokenizer)
     try:
-        turn = await prepare_turn(context, _conversation(wire, offer, params, context.tokenizer))
+        conversation = _conversation(wire, offer, params, context.tokenizer)
+        turn = await prepare_turn(context, conversation)
     except UserError as error:
         if offer.is_legacy and error.param is not None:
             error.param = error.param.replace("tools[", "functions[").replace("].function.", "].")
         raise
-    prompt_ids = truncated(turn.prompt_ids, wire.truncate_prompt_tokens, facts, params)
+    prompt_ids = truncated(turn.prompt_ids, wire.truncate_prompt_tokens, facts, params, wire.truncation_side)
     names = {"prompt": "messages"}
     if wire.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
@@ -43,6 +44,7 @@ async def prepare(context: Context, body: dict[str, Any]) -> Job:
         may_call=bool(offer.tools) and offer.choice != "none",
         is_legacy=offer.is_legacy,
         can_reason=context.parsers.reasoning is not None,
+        echoed=_text_of(conversation.messages[-1]) if wire.echo else "",
     )
     return Job(
         prompts=[prompt_ids],
@@ -79,12 +81,20 @@ def _conversation(wire: ChatRequest, offer: Offer, params: GenerationParams, tok
         parallel_tool_calls=wire.parallel_tool_calls is not False and not offer.is_legacy,
         grammar=wire.grammar,
         reasoning_effort=wire.reasoning_effort,
-        max_reasoning_tokens=wire.max_reasoning_tokens,
+        max_reasoning_tokens=wire.reasoning_budget,
         add_generation_prompt=wire.add_generation_prompt,
         continue_final_message=bool(wire.continue_final_message),
         template_kwargs=_template_kwargs(wire, tokenizer),
         add_special_tokens=bool(wire.add_special_tokens),
     )
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    """Content of an answer; of other messages nothing."""
+    content = message["content"] or ""
+    if message["role"] != "assistant":
+        return ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _template_kwargs(wire: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class ChatShape(msgspec.Struct, frozen=True, kw_only=True):
     may_call: bool  # tools are offered
     is_legacy: bool  # a call is a `function_call`
     can_reason: bool  # the model marks its reasoning
+    echoed: str = ""  # what content begins with
 
 
 class _Call(msgspec.Struct):
@@ -132,6 +133,8 @@ class ChatForm:
             # a message that turns out to be calls only has no content
             content = b"null" if self._shape.may_call else b'""'
             out.append((_choice(index, b'{"role":"assistant","content":%b}' % content), fields))
+            if self._shape.echoed:
+                out.append((_choice(index, b'{"content":%b}' % encode(self._shape.echoed)), b""))
         pieces = [piece for event in choice.read(delta) if (piece := self._piece(event))]
         if delta.finish_reason is not None and self._shape.may_call and not (choice.content or choice.calls):
             pieces.append(b'{"content":""}')
@@ -191,7 +194,7 @@ class ChatForm:
         return out
 
     def _message(self, choice: _Choice) -> dict[str, Any]:
-        content = "".join(choice.content)
+        content = self._shape.echoed + "".join(choice.content)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": None if choice.calls and not content else content,

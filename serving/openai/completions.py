@@ -33,9 +33,10 @@ async def prepare(context: Context, body: dict[str, Any]) -> Job:
     if len(prompts) > context.config.scheduler.max_queued_requests:
         raise UserError(f"{len(prompts)} prompts are more than max_queued_requests", "prompt")
     whole = await context.encoder.encode(prompts, facts, add_special_tokens=wire.add_special_tokens is not False)
-    ids = [truncated(item, wire.truncate_prompt_tokens, facts, params) for item in whole]
+    ids = [truncated(item, wire.truncate_prompt_tokens, facts, params, wire.truncation_side) for item in whole]
     if (source := wire.grammar) is not None:
-        constraint = Constraint(await context.grammars.compile(source, facts))
+        grammar = await context.grammars.compile(source, facts)
+        constraint = msgspec.structs.replace(params.constraint or Constraint(), grammar=grammar)
         params = msgspec.structs.replace(params, constraint=constraint)
     shown = [prompt if len(cut) == len(item) else cut for prompt, item, cut in zip(prompts, whole, ids, strict=True)]
     head = Head.new("cmpl", "text_completion", wire.model, facts)

@@ -15,6 +15,13 @@ from pagedray.serving.openai.shape import as_object, as_string, optional
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+# Of structured_outputs: what says nothing here. There is one compiler, and its JSON has no whitespace that could vary.
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "disable_any_whitespace": (None, True, False),
+    "disable_fallback": (None, True, False),
+    "disable_additional_properties": (None, False),
+    "whitespace_pattern": (None,),
+}
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # of structured_outputs
 OLD_NAMES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
@@ -69,7 +76,10 @@ def _json_schema(value: Any, path: str) -> GrammarSource:
 
 def _structured_outputs(value: dict[str, Any]) -> GrammarSource:
     path = "structured_outputs"
-    as_object(value, path, KINDS)
+    as_object(value, path, (*KINDS, *OPTIONS))
+    for name, accepted in OPTIONS.items():
+        if not any(value.get(name) is option for option in accepted):
+            raise Unsupported(f"{path}.{name} with this value is not implemented", f"{path}.{name}")
     given = [kind for kind in KINDS if value.get(kind) is not None and value.get(kind) is not False]
     if len(given) != 1:
         found = f", not {' and '.join(given)}" if given else ""

@@ -21,6 +21,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 # These come back, empty, from clients that send a whole earlier answer as history; they say nothing. So does what the
 # official client's helpers add: parsed, parsed_arguments.
+# Marks for prompt caches, OpenAI's and Anthropic's: the prefix cache finds equal beginnings by itself.
+CACHE_MARKS = ("prompt_cache_breakpoint", "cache_control")
 EMPTY_IN_HISTORY = ("annotations", "audio", "function_call", "refusal", "tool_calls", "reasoning", "reasoning_content")
 
 
@@ -45,7 +47,9 @@ def _message(message: Any, path: str) -> dict[str, Any]:
         raise UserError(f"{path}.role must be one of {', '.join(FIELDS)}", f"{path}.role")
     out: dict[str, Any] = {"role": role, "content": _content(message, role, path)}
     for name, value in message.items():
-        if name in ("role", "content", "parsed") or (not value and (name in EMPTY_IN_HISTORY or value is None)):
+        if name in ("role", "content", "parsed", *CACHE_MARKS) or (
+            not value and (name in EMPTY_IN_HISTORY or value is None)
+        ):
             continue
         at = f"{path}.{name[:64]}"
         if name == "audio" and role == "assistant":
@@ -95,7 +99,7 @@ def _part(part: Any, role: str, path: str) -> dict[str, str]:
     kind = as_string(as_object(part, path).get("type"), f"{path}.type")
     if kind != "text" and (kind != "refusal" or role != "assistant"):
         raise Unsupported(f"{path}: parts of type {kind[:64]!r} are not implemented, only text", f"{path}.type")
-    as_object(part, path, ("type", kind))
+    as_object(part, path, ("type", kind, *CACHE_MARKS))
     return {"type": "text", "text": as_string(part.get(kind), f"{path}.{kind}")}
 
 

@@ -49,10 +49,13 @@ class TextTooLong(UserError):
         self.num_chars, self.limit, self.max_model_len = num_chars, limit, max_model_len
 
 
-def truncated(ids: list[int], size: int | None, facts: EngineFacts, params: GenerationParams) -> list[int]:
-    """The last tokens of a prompt.
+def truncated(
+    ids: list[int], size: int | None, facts: EngineFacts, params: GenerationParams, side: str | None = None
+) -> list[int]:
+    """Some tokens of a prompt.
 
     Args:
+        side: what is cut off: left, so that the last ones stay, or right. None: left.
         size: `truncate_prompt_tokens`: how many; -1: as many as leave room for the answer; None: all.
     """
     if size is None:
@@ -64,7 +67,7 @@ def truncated(ids: list[int], size: int | None, facts: EngineFacts, params: Gene
         raise UserError("truncate_prompt_tokens must be at least 1, or -1 for all that fit", "truncate_prompt_tokens")
     if size < 0:
         size = max(1, limit - (params.max_tokens or 1))
-    return ids[-size:]
+    return ids[:size] if side == "right" else ids[-size:]
 
 
 class PromptEncoder:

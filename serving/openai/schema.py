@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pagedray.engine.errors import Unsupported, UserError
 from pagedray.engine.generation import MAX_CHOICES, MAX_LOGPROBS, GenerationParams
@@ -30,6 +30,9 @@ IGNORED = {
     "request_id": "ids are made here; an X-Request-Id header is echoed",
     "spaces_between_special_tokens": "special tokens that are shown stand as the model wrote them",
     "guided_decoding_backend": "there is one",
+    "stream_interval": "chunks are sent as tokens come",
+    "session_id": "a session is named by the header X-Session-Id",
+    "return_mm_kwargs": "says something of images alone",
 }
 
 _NOT_YET = "is not implemented"
@@ -48,11 +51,30 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "prompt_embeds": (_NOT_YET, ()),
     "chat_template": ("of a request is not implemented; it is a setting of the server", ()),
     "mm_processor_kwargs": (_NOT_YET, ({},)),
+    "media_io_kwargs": (_NOT_YET, ({},)),
+    "vllm_xargs": ("belongs to plugins of vLLM", ({},)),
+    "kv_transfer_params": (_NOT_YET, ({},)),
+    "ec_transfer_params": (_NOT_YET, ({},)),
+    "early_stopping": ("belongs to beam search, which is not implemented", (False,)),
+    "watermarking": (_NOT_YET, (False,)),
+    "repetition_detection": ("is not implemented; see frequency_penalty and repetition_penalty", ()),
+    "logprob_token_ids": ("is not implemented; see top_logprobs", ()),
+    "return_prompt_text": ("is not implemented; see return_token_ids and /detokenize", (False,)),
+    "return_token_offsets": ("is not implemented", (False,)),
+    "routed_experts_prompt_start": (_NOT_YET, (0,)),
 }
 
 MAX_TEMPERATURE = 2.0  # OpenAI's
+MAX_STOPS = 4  # OpenAI's, and vLLM's
 
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+def _whole(value: Any) -> Any:
+    """5.0 is an integer of JSON."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Int32 = Annotated[Whole, Field(ge=-(2**31), lt=2**31)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
@@ -72,10 +94,10 @@ class GenerationRequest(Wire):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    n: Whole | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: Int32 | None = None
-    seed: int | None = None
-    stop: Annotated[list[str], Field(fail_fast=True)] | None = None
+    seed: Whole | None = None
+    stop: Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -84,7 +106,7 @@ class GenerationRequest(Wire):
     top_k: Int32 | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    allowed_token_ids: Ids | None = None
+    allowed_token_ids: Annotated[Ids, Field(min_length=1)] | None = None
     bad_token_ids: Ids | None = None
     min_tokens: Int32 | None = None
     ignore_eos: bool | None = None
@@ -96,9 +118,10 @@ class GenerationRequest(Wire):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name tokens token_id:ID.")
     truncate_prompt_tokens: Int32 | None = Field(None, ge=-1, description="Keeps the last so many; -1: all that fit.")
-    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = Field(
-        None, description="Each must be one token of the model."
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="What truncate_prompt_tokens cuts off; left if not given."
     )
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = Field(
         None, description="One of json, regex, choice, grammar, json_object, structural_tag."
@@ -109,6 +132,22 @@ class GenerationRequest(Wire):
     guided_grammar: str | None = Field(None, description="The earlier name of structured_outputs.grammar.")
     priority: Int32 | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    # Of IGNORED:
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None
+    request_id: str | None = None
+    spaces_between_special_tokens: bool | None = None
+    guided_decoding_backend: str | None = None
+    stream_interval: Int32 | None = Field(None, ge=1)
+    session_id: str | None = None
+    return_mm_kwargs: bool | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -167,7 +206,7 @@ class ChatRequest(GenerationRequest):
     messages: list[Any]
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -177,12 +216,24 @@ class ChatRequest(GenerationRequest):
         None, description="For the chat template; none switches reasoning off where the template can."
     )
     max_reasoning_tokens: Int32 | None = Field(None, ge=0, description="Then the model must answer.")
+    thinking_token_budget: Int32 | None = Field(
+        None, ge=-1, description="vLLM's name of max_reasoning_tokens; -1: no limit."
+    )
     include_reasoning: bool | None = Field(None, description="false leaves the reasoning out of the answer.")
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="For the chat template.")
     documents: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = Field(
+        None, description="Content begins with that of the last message, if that is of the assistant."
+    )
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        """Tokens; None: no limit."""
+        budget = self.thinking_token_budget if self.max_reasoning_tokens is None else self.max_reasoning_tokens
+        return None if budget == -1 else budget
 
     @property
     def offer(self) -> Offer:
@@ -196,8 +247,16 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise UserError("top_logprobs needs logprobs: true", "top_logprobs")
+        if self.thinking_token_budget is not None and self.max_reasoning_tokens is not None:
+            raise UserError(
+                "thinking_token_budget is another name of max_reasoning_tokens; give one of them",
+                "thinking_token_budget",
+            )
+        for name in ("tools", "functions"):
+            if getattr(self, name) == []:
+                raise UserError(f"{name} must have one at least, or be left out", name)
         check_prompt_ends(self)
         return self
 

@@ -196,6 +196,7 @@ _OPENAI: dict[str, Schema] = {
     "ModelList": record({"object": const("list"), "data": array(ref("Model"))}),
     "Tokens": record({"count": COUNT, "max_model_len": INTEGER, "tokens": _IDS}, {"token_strs": array(STRING)}),
     "Text": record({"prompt": STRING}),
+    "Load": record({"server_load": COUNT}),
     "Healthy": record({"status": const("healthy")}),
     "Version": record({"version": STRING}),
 }

@@ -200,6 +200,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/health"): Operation(
         tag=SERVER, summary="Whether an engine can take requests.", answer="Healthy", errors=(503,)
     ),
+    ("GET", "/ping"): Operation(
+        tag=SERVER, summary="The same as /health, as SageMaker asks it.", answer="Healthy", errors=(503,)
+    ),
+    ("POST", "/ping"): Operation(tag=SERVER, summary="The same as its GET.", answer="Healthy", errors=(503,)),
+    ("GET", "/load"): Operation(tag=SERVER, summary="How many sequences run or wait.", answer="Load"),
     ("GET", "/version"): Operation(tag=SERVER, summary="The server's version.", answer="Version"),
     ("GET", "/metrics"): Operation(tag=SERVER, summary="Counts and latencies, in the text format of Prometheus."),
 }

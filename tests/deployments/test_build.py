@@ -87,3 +87,8 @@ def test_app_is_the_application_of_the_defaults() -> None:
     code = "from pagedray.deployments import app; print(type(app).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=Path("/"))
     assert done.stdout.split() == ["Application"], done.stderr
+
+
+def test_a_parser_that_there_is_not_fails_the_deployment_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"tool_call_parser.*hermes"):
+        build({"device": "cpu", "tool_call_parser": "hermse"})

@@ -16,7 +16,7 @@ from tests.serving.rig import Rig
 from tests.serving.test_bad_requests import CHAT, TEXT, check
 
 POST_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
-GET_PATHS = ("/health", "/version", "/metrics", "/v1/models", "/v1/models/fake")
+GET_PATHS = ("/health", "/load", "/version", "/metrics", "/v1/models", "/v1/models/fake")
 
 
 class Raw:

@@ -162,9 +162,7 @@ class ResponseRequest(InputFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     max_reasoning_tokens: Int32 | None = Field(None, ge=0, description="Then the model must answer.")
-    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = Field(
-        None, description="Each must be one token of the model."
-    )
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     structured_outputs: dict[str, Any] | None = Field(
         None, description="One of json, regex, choice, grammar, json_object, structural_tag."
     )

@@ -58,7 +58,7 @@ class Sampler:
         for step in range(MAX_TOKENS):
             self._mask.fill(-1)
             matcher.fill_next_token_bitmask(self._mask)
-            bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
+            bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: len(self.vocabulary.tokens)]
             ids = np.flatnonzero(bits)
             assert len(ids), f"dead end after {bytes(output)!r}"
             if bits[self._eos_id] and (len(ids) == 1 or choose.random() < 0.3 or step > TOKENS_OF_FREEDOM):

@@ -222,6 +222,9 @@ async def test_count_tokens_is_the_prompt() -> None:
         forced = await client.messages.count_tokens(**request, tool_choice={"type": "any"})
         assert forced.input_tokens >= len(PROMPT)
         assert (await client.messages.count_tokens(model="fake", messages=USER)).input_tokens == len(PROMPT)
+        whole: Any = {"max_tokens": 3, "stream": True, "temperature": 0.5, "stop_sequences": ["a"], "metadata": {}}
+        again = await client.messages.count_tokens(**request, extra_body=whole)
+        assert again.input_tokens == counted.input_tokens
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -259,7 +262,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "tool_choice.name: 'sub' is not among the tools: add",
     ),
     (PATH, {"container": "c"}, "container: is not implemented: no code runs here"),
-    (PATH + "/count_tokens", {"max_tokns": 5}, "max_tokns: unknown field"),
+    (PATH + "/count_tokens", {"n": 5}, "n: unknown field"),
     (PATH + "/count_tokens", {"messages": [3]}, "messages.0: must be an object, not an integer"),
 ]
 
