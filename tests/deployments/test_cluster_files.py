@@ -153,7 +153,8 @@ def test_every_ray_process_has_the_same_environment(launcher: dict[str, Any]) ->
     seen = launcher_env(launcher)
     # `pagedray serve` decides on the same switches; paths and ports are its own, and so is the short drain of its end.
     ours = haproxy_environment(Path("/x"))
-    shared = {name: ours[name] for name in (*COMMON, "RAY_SERVE_ENABLE_HA_PROXY")}
+    shared = {name: ours[name] for name in (*COMMON, "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_TUNE_BUFSIZE")}
+    shared["RAY_SERVE_HAPROXY_BINARY_PATH"] = "/usr/local/bin/pagedray-haproxy"  # where pip of the image puts it
     del shared["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"]
     assert {name: value for name, value in seen.items() if name.startswith("RAY_SERVE_")} == shared
     assert seen.pop("RAY_AUTH_MODE") == "token"
@@ -163,13 +164,15 @@ def test_every_ray_process_has_the_same_environment(launcher: dict[str, Any]) ->
         for group in groups(service):
             assert env(group) == seen
     for path in SERVE_CONFIGS:
-        for name, value in re.findall(r"(RAY_\w+)=(\S+)", path.read_text()):
-            assert seen[name] == value
+        for name, value in re.findall(r"(RAY_\w+)=(\$\([^)]+\)|\S+)", path.read_text()):
+            assert value in (seen[name], f"$(command -v {Path(seen[name]).name})")
 
 
 def test_what_the_environment_names_exists() -> None:
     module, _, name = COMMON["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"].rpartition(".")
     assert inspect.isfunction(getattr(importlib.import_module(module), name))
+    scripts = importlib.metadata.entry_points(group="console_scripts", name="pagedray-haproxy")
+    assert [script.value for script in scripts] == ["pagedray.deployments.haproxy:main"]
 
 
 def test_models_and_kernels_are_kept_where_the_image_puts_them(launcher: dict[str, Any]) -> None:
