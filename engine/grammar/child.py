@@ -22,14 +22,15 @@ import resource
 import selectors
 import signal
 import socket
-import sys
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from pagedray.engine.errors import UserError
+from pagedray.engine.grammar.vocabulary import Vocabulary
 from pagedray.engine.grammar.wire import HEADER, Frames, Job, Result, Setup, frame
 
 NUM_FAST = 2  # jobs that run in turn
@@ -291,18 +292,26 @@ def _read_setup(fd: int) -> Setup | None:
     return setup
 
 
-def main() -> None:
-    """Body of the process."""
+def serve(make_build: Callable[[Vocabulary], Build]) -> None:
+    """Body of the process: answers what comes over standard input until that ends.
+
+    Args:
+        make_build: called once, with the vocabulary; what it loads, all workers have.
+    """
     requests, results = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what libraries print is no result
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent decides when this ends
     os.nice(NICE)
     setup = _read_setup(requests)
-    if setup is None:
-        return
-    warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)  # its threads are idle
+    if setup is not None:
+        # Libraries have threads, which sleep; and what a fork does about it is Python's advice from 3.12 on.
+        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
+        Pool(make_build(setup.vocabulary), setup.timeout_s, requests, results).run()
+
+
+def main() -> None:
+    """The process of `GrammarCompiler`."""
     from pagedray.engine.grammar.build import Builder
 
-    Pool(Builder(setup.vocabulary), setup.timeout_s, requests, results).run()
-    sys.stdout.flush()
+    serve(Builder)

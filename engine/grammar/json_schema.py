@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import unquote
 
 import jsonschema
@@ -29,8 +29,9 @@ from pagedray.engine.grammar.automaton import Automaton
 from pagedray.engine.grammar.formats import FORMATS
 from pagedray.engine.grammar.json_text import COLON, COMMA, QUOTE
 from pagedray.engine.grammar.rules import EMPTY, NOTHING, Node, Ref, Repeat, Rules, Text, choice, sequence
+from pagedray.engine.grammar.schema_syntax import check_syntax, kind_of
 
-MAX_DEPTH = 128  # objects and arrays inside of each other in the schema; outputs may be deeper by recursion
+MAX_REFERENCES = 64  # one behind the other
 MAX_PROPERTIES = 1000  # of one object
 MAX_PATTERNS = 4  # in patternProperties of one object
 MAX_COUNTED = 10_000  # minProperties and maxProperties make a state for each property and number of them
@@ -64,6 +65,8 @@ REFUSED = {
     "$recursiveRef": "write $ref instead",
 }
 ROOT_URI = "urn:schema"
+
+T = TypeVar("T")
 PARTS = "pagedray:parts"
 
 
@@ -102,10 +105,7 @@ def schema_node(schema: Any, rules: Rules) -> Node:
     Raises:
         UserError: the schema is invalid, or a keyword can't be kept; the message names it and its path.
     """
-    if not isinstance(schema, dict | bool):
-        raise UserError(f"a schema is an object or a boolean, got {_kind(schema)}")
-    if _depth(schema) > MAX_DEPTH:
-        raise UserError(f"the schema is nested more than {MAX_DEPTH} deep")
+    check_syntax(schema)
     return SchemaRules(schema, rules).root()
 
 
@@ -154,14 +154,6 @@ class SchemaRules:
             isinstance(draft, str) and any(name in draft for name in ("draft-07", "draft/20"))
         ):
             raise UserError(f"$schema {str(draft)[:100]!r} isn't supported; write for draft 2020-12")
-        document = {key: value for key, value in self._document.items() if key != "$schema"}
-        errors = jsonschema.Draft202012Validator(jsonschema.Draft202012Validator.META_SCHEMA).iter_errors(document)
-        worst = jsonschema.exceptions.best_match(errors)
-        if worst is not None:
-            path = "$" + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in worst.absolute_path)
-            keyword = next((str(key) for key in reversed(worst.absolute_path) if isinstance(key, str)), "")
-            named = f"{keyword} at {path}" if keyword else "the schema"
-            raise UserError(f"{named} is invalid: {worst.message[:300]}")
 
     # Conjunctions
 
@@ -184,8 +176,8 @@ class SchemaRules:
             return schema
         if id(schema) in inside:
             _refuse("$ref", path, "refers to itself and nothing else")
-        if len(inside) > MAX_DEPTH:
-            _refuse("$ref", path, f"is a chain of more than {MAX_DEPTH} references")
+        if len(inside) > MAX_REFERENCES:
+            _refuse("$ref", path, f"is a chain of more than {MAX_REFERENCES} references")
         self._check_keywords(schema, path)
         if "unevaluatedProperties" in schema and (parts or not self._references.issuperset(inside)):
             _refuse(
@@ -248,7 +240,7 @@ class SchemaRules:
             else:
                 _refuse("$ref", path, f"{reference[:100]!r} points to nothing")
         if not isinstance(target, dict | bool):
-            _refuse("$ref", path, f"{reference[:100]!r} points to {_kind(target)}, no schema")
+            _refuse("$ref", path, f"{reference[:100]!r} points to {kind_of(target)}, no schema")
         return target, "$" + reference[1:].replace("/", ".")
 
     def _anchor(self, node: Any, name: str) -> dict[str, Any] | None:
@@ -315,7 +307,7 @@ class SchemaRules:
             document.pop("$id", None)
             document.pop("$schema", None)
             document[PARTS] = [part.schema]
-            resource = referencing.Resource(document, referencing.jsonschema.DRAFT202012)
+            resource = referencing.jsonschema.DRAFT202012.create_resource(document)
             registry: Any = referencing.Registry().with_resource(ROOT_URI, resource)
             validator = jsonschema.Draft202012Validator({"$ref": f"{ROOT_URI}#/{PARTS}/0"}, registry=registry)
             self._validators[id(part.schema)] = validator
@@ -679,7 +671,6 @@ class _Members:
         self._low, self._high = low, high
         num_required = sum(is_required for _, is_required in members)
         self._counts = low > num_required or high is not None
-        self._names: dict[tuple[int, int], Ref | None] = {}
 
     def node(self) -> Node:
         # From the end: each state needs those behind it, and recursion would be as deep as there are members.
@@ -704,8 +695,9 @@ class _Members:
         left = nodes[index + 1, count]
         if left == NOTHING:
             return taken
-        # A rule of its own, since both this member's predecessor and the one before lead here.
-        return self._rules.add(choice(taken, left))
+        either = choice(taken, left)
+        # A rule of its own, where both this member's predecessor and the one before lead here.
+        return either if count == 0 else self._rules.add(either)
 
     def _end(self, count: int) -> Node:
         low = max(0, self._low - count) if self._counts else 0
@@ -761,7 +753,7 @@ def _pattern_node(keyword: str, pattern: str, path: str) -> Node:
     return _named(keyword, path, lambda: read(pattern))
 
 
-def _named(keyword: str, path: str, work: Any) -> Any:
+def _named(keyword: str, path: str, work: Callable[[], T]) -> T:
     """Do something that may be refused, and say of which keyword."""
     try:
         return work()
@@ -787,26 +779,3 @@ def _divisor(value: float, path: str) -> int:
     if not 1 <= number <= MAX_DIVISOR:
         _refuse("multipleOf", path, f"{value} is too large, the limit is {MAX_DIVISOR}")
     return int(number)
-
-
-def _kind(value: Any) -> str:
-    names: Iterable[tuple[type, str]] = (
-        (bool, "a boolean"),
-        (dict, "an object"),
-        (list, "an array"),
-        (str, "a string"),
-        (int | float, "a number"),
-    )  # type: ignore[list-item]
-    return next((name for kind, name in names if isinstance(value, kind)), "null")
-
-
-def _depth(value: Any) -> int:
-    """How many objects and arrays a JSON value has inside of each other, counted as far as MAX_DEPTH + 1."""
-    depth, level = 0, [value]
-    while depth <= MAX_DEPTH:
-        level = [item for item in level if isinstance(item, dict | list)]
-        if not level:
-            break
-        depth += 1
-        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
-    return depth

@@ -14,10 +14,12 @@ from pagedray.engine.errors import UserError
 from pagedray.engine.grammar.rules import (
     EMPTY,
     NOTHING,
+    SPACE_RULE,
     Chars,
     Choice,
     Node,
     Ranges,
+    Ref,
     Repeat,
     Sequence,
     Text,
@@ -25,13 +27,12 @@ from pagedray.engine.grammar.rules import (
     chars,
     choice,
     complement,
-    optional,
     overlap,
     sequence,
 )
 
 QUOTE = Text('"')
-SPACE = optional(Text(" "))
+SPACE = Ref(SPACE_RULE)
 COMMA = sequence(Text(","), SPACE)
 COLON = sequence(Text(":"), SPACE)
 

@@ -104,12 +104,17 @@ def naturals(low: int, high: int | None) -> Node:
     if high is not None and high < low:
         return NOTHING
     parts: list[Node] = []
-    num = len(str(low))
-    last = max(MAX_DIGITS, num) if high is None else len(str(high))
-    for length in range(num, last + 1):
-        first = max(low, 10 ** (length - 1) if length > 1 else 0)
-        final = 10**length - 1 if high is None else min(high, 10**length - 1)
-        parts.append(_same_length(str(first), str(final)))
+    if high is None:
+        high = 10 ** max(MAX_DIGITS, len(str(low))) - 1
+    first, last = len(str(low)), len(str(high))
+    for length in {first, last}:
+        start, end = max(low, 10 ** (length - 1) if length > 1 else 0), min(high, 10**length - 1)
+        if length == last > first + 1 and end == 10**length - 1:
+            last += 1  # all of that length too
+        else:
+            parts.append(_same_length(str(start), str(end)))
+    if last > first + 1:
+        parts.append(sequence(chars("1-9"), Repeat(DIGIT, first, last - 2)))
     return choice(*parts)
 
 

@@ -22,6 +22,7 @@ MAX_NODES = 100_000
 # a counter does the same for less.
 MAX_PLAIN_REPEATS = 4
 
+SPACE_RULE = "space"  # at most one, which every grammar has
 MAX_EXCLUDED = 64  # characters that are missing in a class which counts as wide
 
 
@@ -134,7 +135,7 @@ class Rules:
     """A grammar under construction; `root` is where it starts."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Node] = {}
+        self.by_name: dict[str, Node] = {SPACE_RULE: optional(Text(" "))}
 
     def new_name(self) -> str:
         """Reserve a name that is set later. Raises: UserError when there are too many."""
@@ -179,6 +180,21 @@ class Rules:
             )
         self.by_name = {name: _pruned(self.by_name[name], productive) for name in self.by_name if name in productive}
 
+    def _drop_aliases(self, root: str) -> None:
+        """Let references lead to rules that are more than another reference."""
+
+        def target(name: str) -> str:
+            seen = {name}
+            while isinstance(node := self.by_name[name], Ref) and node.name not in seen:
+                name = node.name
+                seen.add(name)
+            return name
+
+        targets = {name: target(name) for name in self.by_name}
+        final = targets[root]
+        self.by_name = {name: _redirected(node, targets) for name, node in self.by_name.items()}
+        self.by_name[root] = self.by_name[final]
+
     def reachable(self, root: str) -> list[str]:
         """Names that the root needs, itself first."""
         found = {root: None}
@@ -197,11 +213,13 @@ class Rules:
             UserError: it is too big, or can't be completed.
         """
         self.check_size()
-        start = self.add(root)
-        self.prune(start.name)
-        writer = _Writer()
-        writer.add("root", start)
-        for name in self.reachable(start.name):
+        start = self.add(root).name
+        self.prune(start)
+        self._drop_aliases(start)
+        names = self.reachable(start)
+        # xgrammar's serialization has the automaton of the whole grammar once for each rule: the fewer, the better.
+        writer = _Writer({name: "root" if name == start else name for name in names})
+        for name in names:
             writer.add(name, self.by_name[name])
         return "".join(f"{line}\n" for line in writer.lines)
 
@@ -243,16 +261,33 @@ def _pruned(node: Node, productive: set[str]) -> Node:
     return node
 
 
-class _Writer:
-    """Writes rules in xgrammar's EBNF."""
+def _redirected(node: Node, targets: dict[str, str]) -> Node:
+    if isinstance(node, Ref):
+        return Ref(targets[node.name])
+    if isinstance(node, Sequence):
+        return Sequence(tuple(_redirected(item, targets) for item in node.items))
+    if isinstance(node, Choice):
+        return choice(*(_redirected(item, targets) for item in node.items))
+    if isinstance(node, Repeat | UpTo):
+        return msgspec.structs.replace(node, item=_redirected(node.item, targets))
+    return node
 
-    def __init__(self) -> None:
+
+class _Writer:
+    """Writes rules in xgrammar's EBNF.
+
+    Args:
+        names: of rules, ours → as written.
+    """
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self._names = names
         self.lines: list[str] = []
         self._counters: dict[Node, str] = {}
         self._excluded: dict[Node, str] = {}
 
     def add(self, name: str, node: Node) -> None:
-        self.lines.append(f"{name} ::= {self._text(node)}")
+        self.lines.append(f"{self._names[name]} ::= {self._text(node)}")
 
     def _text(self, node: Node) -> str:
         if isinstance(node, Text):
@@ -260,7 +295,7 @@ class _Writer:
         if isinstance(node, Chars):
             return "[" + "".join(_range(low, high) for low, high in node.ranges) + "]"
         if isinstance(node, Ref):
-            return node.name
+            return self._names[node.name]
         if isinstance(node, Sequence):
             return " ".join(map(self._grouped, node.items)) if node.items else '""'
         if isinstance(node, Choice):
@@ -299,14 +334,11 @@ class _Writer:
         return name
 
     def _excluding(self, node: Chars) -> str:
-        """A rule of one character that is none of a few. Only in this form can xgrammar count it for nearly nothing.
-
-        It takes surrogates as well, which no model writes.
-        """
+        """A rule of one character that is none of a few. Only in this form can xgrammar count it for nearly nothing."""
         name = self._excluded.get(node)
         if name is None:
             name = self._excluded[node] = f"except{len(self._excluded)}"
-            ranges = "".join(_range(low, high) for low, high in complement(node.ranges))
+            ranges = "".join(_range(low, high) for low, high in (*complement(node.ranges), SURROGATES))
             self.lines.append(f"{name} ::= [^{ranges}]")
         return name
 

@@ -242,7 +242,7 @@ class _Reader:
         if found.get("excludes"):
             _refuse(f"{path}.excludes", "isn't supported where triggers are special tokens")
         triggers = [self._special[trigger] for trigger in found["triggers"]]
-        rest = {name: found[name] for name in ("at_least_one", "stop_after_first") if name in found}
+        rest: dict[str, Any] = {name: found[name] for name in ("at_least_one", "stop_after_first") if name in found}
         excluded = [i for i in self._special_ids if i not in triggers]
         return {"type": "token_triggered_tags", "trigger_tokens": triggers, "tags": found["tags"],
                 "exclude_tokens": excluded, **rest}  # fmt: skip

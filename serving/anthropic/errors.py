@@ -17,6 +17,7 @@ from pagedray.engine.errors import (
     PagedrayError,
     PromptTooLong,
     UnknownModel,
+    Unsupported,
     UserError,
 )
 
@@ -64,7 +65,11 @@ def anthropic_envelope(message: str, status: int, request_id: str | None = None)
 
 def anthropic_error(error: PagedrayError | None, status: int, request_id: str | None = None) -> dict[str, Any]:
     """The body for an error. None: our own bug, whose text is not the client's business."""
-    return anthropic_envelope("internal error" if error is None else error_message(error), status, request_id)
+    body = anthropic_envelope("internal error" if error is None else error_message(error), status, request_id)
+    if isinstance(error, Unsupported) and error.param == "thread":
+        # By this the client's tool runner, which asks for a thread first, knows to go on without one.
+        body["error"]["details"] = {"error_code": "thread_unsupported_request"}
+    return body
 
 
 def event_error(error: PagedrayError | None) -> dict[str, Any]:

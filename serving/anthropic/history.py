@@ -3,6 +3,7 @@
 | block | becomes |
 | --- | --- |
 | text | content |
+| document, search_result | content, see documents.py |
 | tool_use | a tool call of the assistant's message |
 | tool_result | a tool message before the rest of the turn; "Error: " goes before one with is_error |
 | thinking | reasoning_content |
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 
 from pagedray.engine.errors import Unsupported, UserError
+from pagedray.serving.anthropic.documents import document_text, search_result_text
 from pagedray.serving.anthropic.schema import CacheControl, validated
 from pagedray.serving.limits import json_type
 
@@ -31,17 +33,17 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "tool_result": ("tool_use_id", "content", "is_error", "cache_control", "toolset_name"),
     "thinking": ("thinking", "signature"),
     "redacted_thinking": ("data",),
+    "document": ("source", "title", "context", "citations", "cache_control"),
+    "search_result": ("source", "title", "content", "citations", "cache_control"),
 }
 BLOCKS = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "tool_result", "document", "search_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
-    "tool_result": ("text",),
+    "tool_result": ("text", "document", "search_result"),
 }
 NOT_OFFERED = (
     "image",
-    "document",
-    "search_result",
     "tool_reference",
     "browser_state",
     "container_upload",
@@ -164,8 +166,8 @@ class _Reader:
 
     def _add_block(self, turn: _Turn, block: Any, path: str) -> None:
         kind = self._check_block(block, turn.role, path)
-        if kind == "text":
-            turn.texts.append(_string(block, "text", path))
+        if kind in ("text", "document", "search_result"):
+            turn.texts.append(_block_text(kind, block, path))
         elif kind == "thinking":
             turn.thoughts.append(_string(block, "thinking", path))
         elif kind == "tool_use":
@@ -226,8 +228,8 @@ class _Reader:
         if isinstance(content, list):
             texts = []
             for i, part in enumerate(content):
-                self._check_block(part, "tool_result", f"{path}.content.{i}")
-                texts.append(_string(part, "text", f"{path}.content.{i}"))
+                kind = self._check_block(part, "tool_result", f"{path}.content.{i}")
+                texts.append(_block_text(kind, part, f"{path}.content.{i}"))
             content = "\n".join(texts)
         elif content is not None and not isinstance(content, str):
             raise UserError(
@@ -247,6 +249,14 @@ class _Reader:
             raise UserError(
                 f"{at}: tool_use blocks without tool_result blocks right after them: {', '.join(missing)[:256]}", at
             )
+
+
+def _block_text(kind: str, block: dict[str, Any], path: str) -> str:
+    if kind == "document":
+        return document_text(block, path)
+    if kind == "search_result":
+        return search_result_text(block, path)
+    return _string(block, "text", path)
 
 
 def _string(block: dict[str, Any], name: str, path: str) -> str:

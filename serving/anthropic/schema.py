@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pagedray.engine.errors import Unsupported, UserError
 from pagedray.engine.generation import MAX_STOP_STRINGS
 from pagedray.serving.limits import json_type
+from pagedray.serving.openai.schema import Whole
 
 IGNORED = {
     "metadata": "names the end user for abuse reports; nothing here depends on it",
@@ -42,7 +43,7 @@ EFFORTS = Literal["low", "medium", "high", "xhigh", "max"]
 MIN_THINKING_TOKENS = 1024
 TOOL_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 
-Int32 = Annotated[int, Field(ge=0, lt=2**31)]
+Int32 = Annotated[Whole, Field(ge=0, lt=2**31)]
 
 
 class Wire(BaseModel):
@@ -69,7 +70,7 @@ class Diagnostics(Wire):
 
 class ThinkingEnabled(Wire):
     type: Literal["enabled"]
-    budget_tokens: int = Field(ge=MIN_THINKING_TOKENS, lt=2**31)
+    budget_tokens: Whole = Field(ge=MIN_THINKING_TOKENS, lt=2**31)
     display: Literal["summarized", "omitted"] | None = None
 
 

@@ -76,6 +76,7 @@ def _whole(value: Any) -> Any:
 Whole = Annotated[int, BeforeValidator(_whole)]
 Int32 = Annotated[Whole, Field(ge=-(2**31), lt=2**31)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
+Stops = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]
 
 
 class Wire(BaseModel):
@@ -97,7 +98,7 @@ class GenerationRequest(Wire):
     n: Whole | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: Int32 | None = None
     seed: Whole | None = None
-    stop: Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop: Stops | None = None
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = None
     presence_penalty: float | None = None

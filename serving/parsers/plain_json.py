@@ -12,7 +12,7 @@ from pagedray.serving.parsers.tools import Tool
 from pagedray.serving.parsers.unmarked import read_unmarked
 from pagedray.serving.parsers.writer import EventWriter
 
-MARKER = "<tool_call>"  # written by some models that were never told to; it says that a call follows
+MARKER, END = "<tool_call>", "</tool_call>"  # written by some models that were never told to
 
 
 def read(reader: TextReader, out: EventWriter, tools: Sequence[Tool]) -> Steps[None]:
@@ -20,8 +20,14 @@ def read(reader: TextReader, out: EventWriter, tools: Sequence[Tool]) -> Steps[N
 
     def read_calls(is_marked: bool) -> Steps[bool]:
         if (yield from reader.peek()) == "{":
-            return (yield from read_call(reader, out, accepts))
-        return (yield from _read_list(reader, out, accepts))
+            found = yield from read_call(reader, out, None if is_marked else accepts)
+        else:
+            found = yield from _read_list(reader, out, accepts)
+        if found and is_marked:
+            yield from reader.space()
+            if (yield from reader.takes_perhaps_cut(END)):
+                out.markup()
+        return found
 
     yield from read_unmarked(reader, out, read_calls, openers="{[", marker=MARKER, separator=",")
 

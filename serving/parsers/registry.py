@@ -37,7 +37,7 @@ TOOL_PARSERS: Mapping[str, tuple[str, str]] = {
     "json": ("plain_json", "FAMILY"),
 }
 REASONING_PARSERS = ("deepseek_r1", "qwen3", "gpt_oss")
-DEFAULT_TOOL_PARSER = "hermes"
+DEFAULT_TOOL_PARSER = "json"  # a list ends where its bracket closes, which models know that were never taught to call
 _AUTO, _OFF = "auto", "none"
 _DEEPSEEK_TURN = "<｜Assistant｜>"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.deployments.served import REBUILD_S, START_S, Served, wait_for
 
 pytestmark = pytest.mark.ray
 KEY = "sk-0123456789"
+LEAVES_S = 10.0  # the answer takes 80
 LONG = {"model": "fake", "prompt": PROMPT, "max_tokens": 4000}
 
 
@@ -67,6 +69,20 @@ def test_time_limits_are_ours(http: httpx.Client, header: str) -> None:
     assert answer.status_code == 408 and answer.json()["error"]["code"] == "deadline_exceeded"
     streamed = http.post("/v1/completions", json={**LONG, "stream": True}, headers={header: "0.5"}).text
     assert '"code":"deadline_exceeded"' in streamed and streamed.endswith("data: [DONE]\n\n")
+
+
+def test_a_client_that_leaves_before_the_answer_is_given_up(served: Served) -> None:
+    """Its body comes apart from its head: HAProxy would pass it on without looking at it, and not see the end."""
+    wait_for(lambda: metric(served, "num_requests_running") == 0, "rest", REBUILD_S)
+    host, port = served.url.removeprefix("http://").split(":")
+    body = json.dumps(LONG).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Api-Key: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(head.encode())
+        time.sleep(0.1)
+        client.sendall(body)
+        wait_for(lambda: metric(served, "num_requests_running") > 0, "running", REBUILD_S)
+    wait_for(lambda: metric(served, "num_requests_running") == 0, "the end", LEAVES_S)
 
 
 def test_a_client_that_does_not_read_is_given_up(served: Served, http: httpx.Client) -> None:

@@ -56,6 +56,22 @@ async def test_before_the_first_engine_and_after_the_last() -> None:
         assert (await rig.http.get("/metrics")).status_code == 200
 
 
+async def test_ping_is_health_and_load_counts_sequences() -> None:
+    async with Rig(num_engines=0) as rig:
+        assert {(await rig.http.request(method, "/ping")).status_code for method in ("GET", "POST")} == {503}
+        assert (await rig.http.get("/load")).json() == {"server_load": 0}
+        rig.start_engine()
+        for method in ("GET", "POST"):
+            assert (await rig.http.request(method, "/ping")).json() == {"status": "healthy"}
+        body = {"model": "fake", "prompt": "x", "max_tokens": 900, "n": 3, "ignore_eos": True}
+        running = asyncio.create_task(rig.post("/v1/completions", body))
+        async with asyncio.timeout(5):
+            while (await rig.http.get("/load")).json()["server_load"] != 3:
+                await asyncio.sleep(0)
+        assert (await running).status_code == 200
+        assert (await rig.http.get("/load")).json() == {"server_load": 0}
+
+
 async def test_health_is_503_when_the_only_engine_is_frozen_and_200_with_a_healthy_one() -> None:
     async with Rig(deadlines=Deadlines(health_s=0.1)) as rig:
         rig.links[0].is_frozen = True

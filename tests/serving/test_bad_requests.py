@@ -35,6 +35,11 @@ def check(response: Any, status: int, param: str | None = None, code: str | None
 
 
 CHAT_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"tools": []}, "tools"),
+    ({"functions": []}, "functions"),
+    ({"max_reasoning_tokens": 1, "thinking_token_budget": 1}, "thinking_token_budget"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget"),
+    ({"echo": "x"}, "echo"),
     ({"messages": None}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": []}, "messages"),
@@ -110,7 +115,6 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 2}, "logprobs"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
-    ({"echo": True}, "echo"),
 ]
 
 TEXT_CASES: list[tuple[dict[str, Any], str]] = [
@@ -178,7 +182,17 @@ SHARED_CASES: list[tuple[dict[str, Any], str]] = [
     ({"stop": 5}, "stop"),
     ({"stop": [5]}, "stop[0]"),
     ({"stop": ""}, "stop"),
-    ({"stop": ["a"] * 65}, "stop"),
+    ({"stop": ["a"] * 5}, "stop"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"user": 1}, "user"),
+    ({"user": []}, "user"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
+    ({"store": "x"}, "store"),
+    ({"truncation_side": "middle"}, "truncation_side"),
+    ({"structured_outputs": {"choice": ["a"], "whitespace_pattern": "x"}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"disable_fallback": True}}, "structured_outputs"),
+    ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
     ({"logit_bias": []}, "logit_bias"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"logit_bias": {"1_0": 1}}, "logit_bias"),
@@ -200,7 +214,7 @@ SHARED_CASES: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 2.1}, "temperature"),
     ({"bad_words": "x"}, "bad_words"),
     ({"bad_words": ["x", ""]}, "bad_words[1]"),
-    ({"bad_words": ["xy"]}, "bad_words[0]"),
+    ({"bad_words": ["x" * 5000]}, "bad_words"),
     ({"allowed_token_ids": [1], "bad_token_ids": [1]}, "bad_token_ids"),
     *[
         ({name: [1, i]}, name)

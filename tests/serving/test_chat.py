@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pagedray.engine.messages import Constraint
 from tests.fakes import EOS_ID, greedy
 from tests.serving.rig import Rig, text_of, texts
 from tests.serving.templates import HERMES
@@ -146,7 +147,7 @@ async def test_a_second_turn_with_parts_and_null_content() -> None:
         {"role": "assistant", "content": None, "refusal": "never"},
         {"role": "user", "content": "and?"},
     ]
-    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'  # the template has no place for calls
+    call = '[{"name": "f", "arguments": {"x": 1}}]'  # the template has no place for calls
     prompt = (
         f"system:be brief\nuser:a\nb\nassistant:{call}\ntool:42\nassistant:no\nassistant:never\nuser:and?\nassistant:"
     )
@@ -252,8 +253,41 @@ async def test_a_prompt_can_be_cut_to_its_end() -> None:
 
 async def test_words_that_must_not_come() -> None:
     async with Rig() as rig:
-        await rig.chat(messages=USER, max_tokens=1, bad_words=["x", "y", "x"], bad_token_ids=[5])
-        assert rig.links[0].submitted[0].params.bad_token_ids == (5, 120, 121)
+        await rig.chat(messages=USER, max_tokens=1, bad_words=["x", "y", "x", "no"], bad_token_ids=[5])
+        params = rig.links[0].submitted[0].params
+        assert params.bad_token_ids == (5, 120, 121)
+        assert params.constraint == Constraint(bad_sequences=(tuple(b"no"),))
+
+
+async def test_words_that_must_not_come_in_a_format() -> None:
+    async with Rig() as rig:
+        await rig.chat(messages=USER, max_tokens=2, bad_words=["no"], response_format={"type": "json_object"})
+        constraint = rig.links[0].submitted[0].params.constraint
+        assert constraint is not None and constraint.grammar and constraint.bad_sequences == (tuple(b"no"),)
+
+
+async def test_an_answer_may_begin_with_the_message_that_it_goes_on_from() -> None:
+    begun = [
+        *USER,
+        {"role": "assistant", "content": [{"type": "text", "text": "One, "}, {"type": "text", "text": "é"}]},
+    ]
+    async with Rig() as rig:
+        for messages, begin in ((begun, "One, é"), (USER, "")):
+            ask = {"messages": messages, "max_tokens": 3, "temperature": 0}
+            plain = (await rig.chat(**ask))["choices"][0]["message"]["content"]
+            assert (await rig.chat(**ask, echo=True))["choices"][0]["message"]["content"] == begin + plain
+            chunks = await rig.stream("/v1/chat/completions", echo=True, **ask)
+            assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) == begin + plain
+
+
+async def test_marks_for_prompt_caches_say_nothing_here() -> None:
+    mark = {"type": "ephemeral"}
+    part = {"type": "text", "text": "x", "cache_control": mark, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    async with Rig() as rig:
+        for message in ({"role": "user", "content": [part]}, {"role": "user", "content": "x", "cache_control": mark}):
+            await rig.chat(messages=[message], max_tokens=1)
+        await rig.chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}], max_tokens=1)
+        assert len({request.prompt_ids for request in rig.links[0].submitted}) == 1
 
 
 async def test_documents_and_verbosity_are_for_the_template() -> None:

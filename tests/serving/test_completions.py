@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagedray.engine.messages import TokenLogprobs
+from pagedray.engine.messages import Constraint, TokenLogprobs
 from tests.fakes import EOS_ID, FakeWorker, greedy
 from tests.serving.rig import Rig, text_of, texts
 
@@ -391,5 +391,22 @@ async def test_a_prompt_can_be_cut_to_its_end() -> None:
 
 async def test_words_that_must_not_come() -> None:
     async with Rig() as rig:
-        await rig.complete(prompt="x", max_tokens=1, bad_words=["x"])
-        assert rig.links[0].submitted[0].params.bad_token_ids == (120,)
+        await rig.complete(prompt="x", max_tokens=1, bad_words=["x", "no", " no"])
+        params = rig.links[0].submitted[0].params
+        assert params.bad_token_ids == (120,)
+        assert params.constraint == Constraint(bad_sequences=(tuple(b"no"), tuple(b" no")))
+
+
+async def test_words_that_must_not_come_in_a_choice() -> None:
+    async with Rig() as rig:
+        await rig.complete(prompt="x", max_tokens=2, bad_words=["no"], structured_outputs={"choice": ["a"]})
+        constraint = rig.links[0].submitted[0].params.constraint
+        assert constraint is not None and constraint.grammar and constraint.bad_sequences == (tuple(b"no"),)
+
+
+async def test_a_prompt_can_be_cut_to_its_beginning() -> None:
+    async with Rig() as rig:
+        got = await rig.complete(
+            prompt="abcdef", max_tokens=1, truncate_prompt_tokens=3, truncation_side="right", echo=True
+        )
+        assert got["choices"][0]["text"][:-1] == "abc"

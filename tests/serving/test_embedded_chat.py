@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = "smollm2-135m-instruct"
 USER = [{"role": "user", "content": "What is the weather in Paris?"}]
-NEIGHBOURS = ["Count to ten.", "Name a colour.", "Who wrote Hamlet?"]
+NEIGHBOURS = ["Count to ten.", "Who wrote Hamlet?"]
 SCHEMAS: list[dict[str, Any]] = [
     {
         "type": "object",
@@ -79,7 +79,7 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 async def test_schemas_are_kept_beside_neighbours_that_have_none(server: LocalServer) -> None:
     def free(text: str) -> Any:
-        return chat(server, messages=[{"role": "user", "content": text}], max_tokens=24)
+        return chat(server, messages=[{"role": "user", "content": text}], max_tokens=8)
 
     alone = [(await free(text))["message"]["content"] for text in NEIGHBOURS]
     asked = [

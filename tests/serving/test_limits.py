@@ -151,9 +151,9 @@ async def test_an_empty_body_is_called_that(rig: Rig, body: bytes) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        '"max_tokens": 1e2',
+        '"max_tokens": 15e-1',
         '"max_tokens": 100000000000000000000000',
-        '"max_tokens": -0.0',
+        '"max_tokens": -1.0',
         '"top_k": 1e400',
         '"user": "\\ud83d"',
         '"user": "\\udc00\\ud800"',

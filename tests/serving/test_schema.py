@@ -62,8 +62,9 @@ def test_every_openai_field_has_a_place(kind: Any) -> None:
         fields |= set(get_type_hints(params))
     assert len(fields) > 15
     for name in fields:
-        places = [name in kind.model_fields, name in IGNORED, name in REFUSED]
-        assert sum(places) == 1, f"{name} is in {places} of fields, IGNORED, REFUSED"
+        places = [name in kind.model_fields, name in REFUSED]
+        assert sum(places) == 1, f"{name} is in {places} of fields, REFUSED"
+    assert set(IGNORED) <= set(kind.model_fields) and not set(IGNORED) & set(REFUSED)
 
 
 def test_every_stream_option_has_a_place() -> None:
@@ -114,11 +115,48 @@ def test_a_neutral_value_of_another_type_is_refused() -> None:
         parse(ChatRequest, {**BASE[ChatRequest], "use_beam_search": 0})  # equal to False in Python
 
 
+OF_KIND = {dict: {"a": "b"}, bool: True, int: 5, str: "any"}
+
+
 @pytest.mark.parametrize("kind", BASE)
 @pytest.mark.parametrize("name", IGNORED)
-def test_ignored_fields_change_nothing_and_say_why(kind: Any, name: str) -> None:
-    assert parse(kind, {**BASE[kind], name: "anything"}) == parse(kind, BASE[kind])
+def test_ignored_fields_are_checked_change_nothing_and_say_why(kind: Any, name: str) -> None:
+    plain = parse(kind, BASE[kind])
+    accepted = []
+    for value in OF_KIND.values():
+        try:
+            wire = parse(kind, {**BASE[kind], name: value})
+        except UserError as error:
+            assert error.param == name
+            continue
+        accepted.append(value)
+        assert wire.params() == plain.params()
+        assert wire.model_dump(exclude={name}) == plain.model_dump(exclude={name})
+    assert len(accepted) == 1
     assert len(IGNORED[name]) > 10
+
+
+@pytest.mark.parametrize("name", ["n", "max_tokens", "seed", "top_k", "min_tokens", "prompt_logprobs"])
+def test_an_integer_may_be_written_with_a_fraction_of_zero(name: str) -> None:
+    for kind in BASE:
+        assert getattr(parse(kind, {**BASE[kind], name: 5.0}), name) == 5
+        for value in (5.5, "5", True):
+            with pytest.raises(UserError) as caught:
+                parse(kind, {**BASE[kind], name: value}).params()
+            assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [
+        ({}, None),
+        ({"max_reasoning_tokens": 3}, 3),
+        ({"thinking_token_budget": 3}, 3),
+        ({"thinking_token_budget": -1}, None),
+    ],
+)
+def test_the_reasoning_budget_has_two_names(fields: dict[str, Any], budget: int | None) -> None:
+    assert parse(ChatRequest, {**BASE[ChatRequest], **fields}).reasoning_budget == budget
 
 
 @pytest.mark.parametrize("kind", BASE)

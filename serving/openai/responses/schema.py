@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pagedray.engine.errors import Unsupported, UserError
 from pagedray.engine.generation import MAX_LOGPROBS, GenerationParams
-from pagedray.serving.openai.schema import MAX_TEMPERATURE, Effort, Ids, Int32, Wire, parse, token_id
+from pagedray.serving.openai.schema import MAX_TEMPERATURE, Effort, Ids, Int32, Stops, Whole, Wire, parse, token_id
 
 IGNORED = {
     "image": "options for images, of which there are none",
@@ -142,12 +142,12 @@ class ResponseRequest(InputFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_LOGPROBS)
     top_p: float | None = None
     user: str | None = Field(None, max_length=1024)
     # As in chat completions, beyond the API:
-    seed: int | None = None
-    stop: Annotated[list[str], Field(fail_fast=True)] | None = None
+    seed: Whole | None = None
+    stop: Stops | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None

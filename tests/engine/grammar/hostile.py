@@ -341,7 +341,7 @@ def _tags() -> list[Hostile]:
         ({"type": "sequence", "elements": []}, "$.elements"),
         ({"type": "or", "elements": [{"type": "regex", "pattern": "("}]}, "$.elements[0].pattern"),
         ({"type": "json_schema", "json_schema": {"not": {}}}, "not at $"),
-        ({"type": "json_schema", "json_schema": {"type": "strng"}}, "type at $.type"),
+        ({"type": "json_schema", "json_schema": {"type": "strng"}}, "type at $: must be one of"),
         ({"type": "json_schema", "json_schema": 5}, "$.json_schema"),
         ({"type": "json_schema", "json_schema": {}, "style": "latin"}, "$.style"),
         ({"type": "grammar", "grammar": "root ::= x"}, "rule x isn't defined"),

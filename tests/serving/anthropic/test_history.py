@@ -173,7 +173,13 @@ BAD: list[tuple[Any, str]] = [
         [user([{**text("x"), "cache_control": {"type": "eternal"}}])],
         "messages.0.content.0.cache_control.type: Input should be 'ephemeral'",
     ),
-    ([user([CALL])], "messages.0.content.0.type: 'tool_use' can't stand in user content, only text, tool_result"),
+    (
+        [user([CALL])],
+        (
+            "messages.0.content.0.type: 'tool_use' can't stand in user content, only text, tool_result, document, "
+            "search_result"
+        ),
+    ),
     (
         [user("x"), assistant([RESULT])],
         (
@@ -183,7 +189,10 @@ BAD: list[tuple[Any, str]] = [
     ),
     (
         [user([{"type": "poem"}])],
-        "messages.0.content.0.type: 'poem' can't stand in user content, only text, tool_result",
+        (
+            "messages.0.content.0.type: 'poem' can't stand in user content, only text, tool_result, document, "
+            "search_result"
+        ),
     ),
     ([user("x"), assistant([{"type": "thinking"}])], "messages.1.content.0.thinking: is required"),
     ([user("x"), assistant([{**CALL, "id": 3}])], "messages.1.content.0.id: must be a string, not an integer"),
@@ -213,7 +222,10 @@ BAD: list[tuple[Any, str]] = [
     ),
     (
         [*TURN, user([{**RESULT, "content": [RESULT]}])],
-        "messages.2.content.0.content.0.type: 'tool_result' can't stand in a tool_result block, only text",
+        (
+            "messages.2.content.0.content.0.type: 'tool_result' can't stand in a tool_result block, only text, "
+            "document, search_result"
+        ),
     ),
     ([*TURN, user("x")], "messages.2: tool_use blocks without tool_result blocks right after them: toolu_1"),
     (

@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import pydantic
 import pytest
+from anthropic import beta_async_tool
 from anthropic.types import ToolParam
 
 from tests.fakes import FakeWorker, SlowFakeWorker, greedy
@@ -179,7 +180,10 @@ async def test_diagnostics_are_unavailable() -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_round_of_tools(streams: bool) -> None:
-    async with Rig(says("Let me see.\n" + CALL, "It is 2.")) as rig, client_of(rig) as client:
+    async with (
+        Rig(says("Let me see.\n" + CALL, "It is 2."), tool_call_parser="hermes") as rig,
+        client_of(rig) as client,
+    ):
         request: Any = {"model": "fake", "max_tokens": 200, "tools": [ADD]}
         if streams:
             async with client.messages.stream(messages=USER, **request) as streaming:
@@ -198,8 +202,27 @@ async def test_a_round_of_tools(streams: bool) -> None:
         assert second.content[0].to_dict() == {"type": "text", "text": "It is 2."}
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_the_clients_tool_runner_goes_on_without_a_thread(streams: bool) -> None:
+    @beta_async_tool
+    async def add(a: int) -> str:
+        """Adds."""
+        return str(a + 1)
+
+    async with Rig(says(CALL, "It is 2."), tool_call_parser="hermes") as rig, client_of(rig) as client:
+        body = {"model": "fake", "messages": USER, "max_tokens": 20, "thread": {"type": "create"}}
+        refused = await rig.post(PATH, body)
+        assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+        runner = client.beta.messages.tool_runner(
+            model="fake", max_tokens=200, messages=USER, tools=[add], stream=streams
+        )
+        last = await runner.until_done()
+        assert last.content[0].text == "It is 2."
+        assert len(rig.links[0].submitted) == 2
+
+
 async def test_one_call_where_one_is_allowed() -> None:
-    async with Rig(says(CALL + "\n" + CALL)) as rig:
+    async with Rig(says(CALL + "\n" + CALL), tool_call_parser="hermes") as rig:
         choice = {"type": "auto"}
         assert len((await post(rig, tools=[ADD], tool_choice=choice, max_tokens=300))["content"]) == 2
         choice = {"type": "auto", "disable_parallel_tool_use": True}
@@ -207,7 +230,7 @@ async def test_one_call_where_one_is_allowed() -> None:
 
 
 async def test_no_calls_with_choice_none() -> None:
-    async with Rig(says(CALL)) as rig:
+    async with Rig(says(CALL), tool_call_parser="hermes") as rig:
         got = await post(rig, tools=[ADD], tool_choice={"type": "none"}, max_tokens=300)
         assert got["content"] == [{"type": "text", "text": CALL}]
         assert got["stop_reason"] == "end_turn"
@@ -413,7 +436,7 @@ class Sum(pydantic.BaseModel):
 
 async def test_grammars() -> None:
     """One compiler's process for all of it: an answer's schema, a forced call, and schemas that can't be followed."""
-    async with Rig(says('{"a":1,"b":2}', CALL)) as rig, client_of(rig) as client:
+    async with Rig(says('{"a":1,"b":2}', CALL), tool_call_parser="hermes") as rig, client_of(rig) as client:
         request: Any = {"model": "fake", "messages": USER, "max_tokens": 200}
         got = await client.messages.parse(**request, output_format=Sum)
         assert got.parsed_output == Sum(a=1, b=2)

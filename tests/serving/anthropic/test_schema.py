@@ -61,6 +61,7 @@ def test_every_block_of_the_client_is_known() -> None:
         {},
         {"temperature": 0},
         {"temperature": 1.0, "top_p": 0.5, "top_k": 0},
+        {"max_tokens": 5.0, "top_k": 3.0},
         {"stop_sequences": ["a", "\n"]},
         {"stop_sequences": []},
         {"stream": False},

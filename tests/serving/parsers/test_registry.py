@@ -52,8 +52,8 @@ GPT_OSS = "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|e
 @pytest.mark.parametrize(
     ("template", "tool", "reasoning"),
     [
-        (None, "hermes", None),
-        ("{{ messages[0].content }}", "hermes", None),
+        (None, "json", None),
+        ("{{ messages[0].content }}", "json", None),
         (QWEN, "hermes", None),
         (QWEN3, "hermes", "qwen3"),
         (CODER, "qwen3_coder", None),

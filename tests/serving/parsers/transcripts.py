@@ -400,6 +400,12 @@ JSON = [
         (("get_weather", HARD), ("now", "{}")),
     ),
     Transcript("json", 'Yes:\n{"name": "now", "arguments": {}}', "Yes:", (("now", "{}"),)),
+    Transcript(
+        "json",
+        'So:\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>{"name": "other"}</tool_call>',
+        "So:",
+        (("now", "{}"), ("other", "{}")),
+    ),
     *[
         Transcript("json", text, text)
         for text in (

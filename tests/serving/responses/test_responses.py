@@ -231,7 +231,7 @@ async def test_instructions_go_before_the_input() -> None:
 
 
 async def test_a_tool_round_trip_with_the_client() -> None:
-    async with Rig(says(f"I'll add.\n{CALL}", "It is 2.")) as rig, rig.openai() as client:
+    async with Rig(says(f"I'll add.\n{CALL}", "It is 2."), tool_call_parser="hermes") as rig, rig.openai() as client:
         first = await client.responses.create(model="fake", input="1 + 1?", tools=[ADD])
         said, call = first.output
         assert isinstance(said, ResponseOutputMessage) and isinstance(call, ResponseFunctionToolCall)
@@ -253,7 +253,10 @@ async def test_a_tool_round_trip_with_the_client() -> None:
 
 async def test_the_clients_stream_helper_gathers_items() -> None:
     text = f"hm</think>Sum:\n{CALL}"
-    async with Rig(says(text), reasoning_parser="deepseek_r1") as rig, rig.openai() as client:
+    async with (
+        Rig(says(text), reasoning_parser="deepseek_r1", tool_call_parser="hermes") as rig,
+        rig.openai() as client,
+    ):
         async with client.responses.stream(model="fake", input="hi", tools=[ADD]) as events:
             kinds = [event.type async for event in events]
             final = await events.get_final_response()
@@ -314,7 +317,7 @@ async def test_a_schema_reaches_the_worker_and_the_client_parses() -> None:
 )
 async def test_tool_choices(choice: Any, is_constrained: bool, offered: bool) -> None:
     other = {**ADD, "name": "other", "parameters": None, "description": None}
-    async with Rig(says(CALL)) as rig:
+    async with Rig(says(CALL), tool_call_parser="hermes") as rig:
         got = await create(rig, tools=[ADD, other], tool_choice=choice)
         assert got["tool_choice"] == choice
         assert got["tools"] == [ADD, other]
