@@ -34,7 +34,7 @@ from pagedray.engine.grammar.vocabulary import Vocabulary
 from pagedray.engine.grammar.wire import HEADER, Frames, Job, Result, Setup, frame
 
 NUM_FAST = 2  # jobs that run in turn
-FAST_S = 0.1  # processor time after which a job is set aside
+FAST_S = 0.15  # processor time after which a job is set aside
 FAST_WALL_S = 1.0  # or this, on a clock: one may sleep, or have no processor
 MAX_SLOW = 2  # jobs that are set aside and run
 MAX_SLOW_WAITING = 64

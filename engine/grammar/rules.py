@@ -22,7 +22,6 @@ MAX_NODES = 100_000
 # a counter does the same for less.
 MAX_PLAIN_REPEATS = 4
 
-SPACE_RULE = "space"  # at most one, which every grammar has
 MAX_EXCLUDED = 64  # characters that are missing in a class which counts as wide
 
 
@@ -135,7 +134,7 @@ class Rules:
     """A grammar under construction; `root` is where it starts."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Node] = {SPACE_RULE: optional(Text(" "))}
+        self.by_name: dict[str, Node] = {}
 
     def new_name(self) -> str:
         """Reserve a name that is set later. Raises: UserError when there are too many."""
