@@ -196,7 +196,11 @@ class Launch:
         """Say what was started and how to use it."""
         path, body = self._example(facts)
         full = facts.num_blocks / blocks_per_sequence(facts)
-        key = "" if self._key is None else ' -H "Authorization: Bearer $PAGEDRAY_API_KEY"'
+        server = self._config.server
+        secret = (
+            "$PAGEDRAY_API_KEY" if server.api_key else f"$(grep -m 1 -v '^ *#' {shlex.quote(str(server.api_key_file))})"
+        )
+        key = "" if self._key is None else f' -H "Authorization: Bearer {secret}"'
         data = shlex.quote(json.dumps(body))
         curl = f"curl {self._url}{path}{key} -H 'Content-Type: application/json' -d {data}"
         say = self._phases.say

@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from pagedray.deployments.calls import Actor
 from pagedray.engine.config import ApiConfig
@@ -93,6 +93,8 @@ class SharedStore:
                     f"the response store has not answered within {self._timeout_s + wait_s:g} s"
                 ) from None
             except RayActorError as error:
+                if verb == "append" and isinstance(error, ActorUnavailableError):  # it may have done it: not twice
+                    raise EngineUnavailable(f"the response store can't be reached: {error}") from None
                 log.warning("the response store is lost error=%s", type(error).__name__)
                 lost = error
                 if self._actor is actor:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagedray.engine.generation import GenerationParams
+    from pagedray.engine.grammar.source import GrammarSource
     from pagedray.engine.llm import LLM
 
-__all__ = ["LLM", "GenerationParams"]
+__all__ = ["LLM", "GenerationParams", "GrammarSource"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from pagedray.engine.generation import GenerationParams
 
         return GenerationParams
+    if name == "GrammarSource":
+        from pagedray.engine.grammar.source import GrammarSource
+
+        return GrammarSource
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -191,9 +191,16 @@ class LLM:
     ) -> list[GenerationParams]:
         """One set of parameters for each prompt, with its grammar compiled."""
         each = _per_prompt(params, num)
+        if grammar is not None and not isinstance(grammar, GrammarSource | list | tuple):
+            raise UserError(
+                f"grammar must be a GrammarSource or a list of them, not {type(grammar).__name__}", "grammar"
+            )
         sources = [grammar] * num if grammar is None or isinstance(grammar, GrammarSource) else list(grammar)
         if len(sources) != num:
             raise UserError(f"{len(sources)} grammars for {num} prompts; give one for all, or one for each", "grammar")
+        for source in sources:
+            if source is not None and not isinstance(source, GrammarSource):
+                raise UserError(f"each grammar must be a GrammarSource or None, not {source!r}", "grammar")
         if not any(sources):
             return each
         if self._loop.is_closed():

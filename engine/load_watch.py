@@ -26,12 +26,12 @@ class LoadWatch:
         self._known: ExpertLoads | None = None
         self._asking: asyncio.Task[None] | None = None
         self._asked_s = -KEPT_S
-        self._is_dense = False  # the model has no experts, and will not get any
+        self._is_done = False  # nothing more will be asked: the model has no experts, or the workers go
 
     async def read(self) -> ExpertLoads | None:
         """None: there are no experts, or nothing is known of them yet."""
         now_s = self._clock()
-        if self._asking is None and not self._is_dense and not 0 <= now_s - self._asked_s < KEPT_S:
+        if self._asking is None and not self._is_done and not 0 <= now_s - self._asked_s < KEPT_S:
             self._asked_s = now_s
             self._asking = asyncio.create_task(self._learn())
         if self._asking is not None:
@@ -39,14 +39,14 @@ class LoadWatch:
         return self._known
 
     def close(self) -> None:
-        self._is_dense = True
+        self._is_done = True
         if self._asking is not None:
             self._asking.cancel()
 
     async def _learn(self) -> None:
         try:
             counts = await self._ask()
-            self._is_dense = not counts
+            self._is_done = not counts
             self._known = ExpertLoads.of(counts) if counts else None
         except Exception as error:  # who needs the workers will hear of their trouble, and says so
             log.info("the workers did not tell their experts' loads: %s", error)

@@ -218,8 +218,8 @@ def write_qkv(
 
 
 def make_finite(kv: Tensor) -> None:
-    """In place, see above."""
-    if not kv.isfinite().all():
+    """In place, see above. Numbers are looked at first on a CPU, where that is cheaper; a GPU would be waited for."""
+    if kv.device.type != "cpu" or not kv.isfinite().all():
         kv.copy_(torch.nan_to_num(kv))
 
 

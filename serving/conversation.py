@@ -24,7 +24,7 @@ from pagedray.serving.parsers.registry import (
 )
 from pagedray.serving.parsers.tools import NamedTool, Tool, ToolChoice
 from pagedray.serving.rendering import render
-from pagedray.serving.schema_check import check_schema
+from pagedray.serving.schema_check import check_schemas
 from pagedray.serving.simple_parsers import OneCall, PlainText
 
 if TYPE_CHECKING:
@@ -97,8 +97,9 @@ async def prepare_turn(context: Context, conversation: Conversation) -> Turn:
         Overloaded, EngineUnavailable: of the grammar compiler.
     """
     facts, setup = context.facts_for(conversation.model), context.parsers
-    for i, tool in enumerate(conversation.tools):
-        check_schema(tool.parameters, f"tools[{i}].function.parameters")
+    await check_schemas(
+        {f"tools[{i}].function.parameters": tool.parameters for i, tool in enumerate(conversation.tools)}
+    )
     if setup.tool is None and conversation.may_call and conversation.tool_choice != "auto":
         raise Unsupported("a call can't be asked for: the server's tool_call_parser is none", "tool_choice")
     text = render(context.tokenizer, setup, conversation)

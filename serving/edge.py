@@ -74,9 +74,9 @@ class Edge:
                 app = self._refuse(scope, error)
             await StallWatch(send_with_id, self._limits.client_stall_timeout_s).run(app, scope, receive)
         except ClientStalled:
-            log.info("client stopped reading path=%s request_id=%s", path, request_id.decode())
+            log.info("client stopped reading path=%r request_id=%s", path, request_id.decode())
         except Exception:
-            log.exception("unexpected error path=%s request_id=%s", path, request_id.decode())
+            log.exception("unexpected error path=%r request_id=%s", path, request_id.decode())
             if started:
                 raise  # too late for an answer: the server closes the connection
             await self._refuse(scope, None)(scope, receive, send_with_id)

@@ -31,13 +31,14 @@ class Grammars:
         return await (await self._compiler(facts)).compile(source)
 
     async def close(self) -> None:
-        for making in self._making.values():
-            await (await making).close()
+        for made in await asyncio.gather(*self._making.values(), return_exceptions=True):
+            if isinstance(made, GrammarCompiler):
+                await made.close()
 
     async def _compiler(self, facts: EngineFacts) -> GrammarCompiler:
         key = (facts.vocab_size, facts.eos_ids)
         making = self._making.get(key)
-        if making is None:
+        if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
             making = self._making[key] = asyncio.create_task(self._make(facts))
         return await asyncio.shield(making)
 

@@ -30,6 +30,8 @@ COMMANDS = {
     "/exit": "end, as Ctrl-D does",
 }
 
+MAX_TOKENS = 1024  # of an answer, unless a flag says otherwise: small models may not end one by themselves
+
 
 def add_chat(commands: Any) -> None:
     """Args: `commands` is what `ArgumentParser.add_subparsers` gave."""
@@ -49,6 +51,7 @@ def add_chat(commands: Any) -> None:
     add_server_flags(parser, httpx.URL(DEFAULT_URL))
     add_timeout_flag(parser)
     add_sampling_flags(parser)
+    parser.set_defaults(max_tokens=MAX_TOKENS)
 
 
 def add_timeout_flag(parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,7 @@ from pagedray.engine.errors import ConfigError
 from pagedray.engine.executor import RankWorker
 from pagedray.engine.local_worker import local_tokenizer, local_worker
 from pagedray.engine.text.tokenizer import Tokenizer
+from pagedray.serving.parsers.registry import choose_parsers
 
 STDIN = "-"
 CONCURRENCY = 64  # on a server
@@ -219,6 +220,7 @@ def _in_process(args: argparse.Namespace, environ: Mapping[str, str]) -> Callabl
         if getattr(args, name) is not None:
             raise CommandError(f"--{name.replace('_', '-')} is for the server at --url", ExitCode.USAGE)
     config = read_config(args, environ)
+    choose_parsers(config.api, None)  # names that aren't known are found before the model is loaded
     if config.server.fewest_engines > 1:
         raise ConfigError(
             f"run-batch has one engine, and num_engine_replicas is {config.server.fewest_engines}; "

@@ -9,7 +9,7 @@ import msgspec
 
 # Field → its type and help. Flags are named after the fields.
 FIELDS: dict[str, tuple[type[int] | type[float], str]] = {
-    "max_tokens": (int, "most tokens of the answer. Default: the server's"),
+    "max_tokens": (int, "most tokens of an answer. Default: 1024 in chat, else the server's"),
     "temperature": (float, "0 is greedy. Default: the server's, mostly 1"),
     "top_p": (float, "sample from the likeliest tokens of this total probability"),
     "top_k": (int, "sample from this many of the likeliest tokens"),

@@ -190,7 +190,7 @@ class Pool:
                 self._end(worker)
                 ran_s = now_s - task.started_s
                 if ran_s > self._timeout_s / 2:
-                    self._answer(Result(task.job.id, refusal=_too_slow(self._timeout_s)))
+                    self._answer(Result(task.job.id, refusal=_too_slow(self._timeout_s), is_lasting=False))
                 else:
                     self._answer(_overload(task.job.id))
             elif not worker.is_slow and not worker.is_fast(now_s):

@@ -137,6 +137,9 @@ class GrammarCompiler:
         except OSError as error:
             log.exception("grammar compiler can't start")
             self._fail_all(f"the process that compiles grammars can't be started: {error}")
+        except Exception as error:  # whatever it is, nobody may wait for ever
+            log.exception("grammar compiler given up")
+            self._fail_all(f"the process that compiles grammars can't be used: {error}")
 
     async def _run_child(self) -> None:
         process = await asyncio.create_subprocess_exec(
@@ -173,8 +176,9 @@ class GrammarCompiler:
             self._finish(pending, Overloaded(result.refusal))
             return
         found = _Refusal(result.refusal) if result.refusal else CompiledGrammar(pending.key, result.data)
-        self._cache[pending.key] = found
-        self._cache_bytes += _size(found)
+        if result.is_lasting:
+            self._cache[pending.key] = found
+            self._cache_bytes += _size(found)
         while self._cache_bytes > MAX_CACHE_BYTES:
             self._cache_bytes -= _size(self._cache.popitem(last=False)[1])
         self._finish(pending, found)

@@ -19,15 +19,23 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import unquote
 
 import jsonschema
-import msgspec
 import referencing
 import referencing.jsonschema
 
 from pagedray.engine.errors import UserError
 from pagedray.engine.grammar import automaton, json_text, number_text, regex
 from pagedray.engine.grammar.automaton import Automaton
+from pagedray.engine.grammar.conjunction import (
+    Part,
+    Parts,
+    bounds_of,
+    required_of,
+    says_something,
+    types_of,
+)
 from pagedray.engine.grammar.formats import FORMATS
 from pagedray.engine.grammar.json_text import COLON, COMMA, QUOTE
+from pagedray.engine.grammar.members import Members
 from pagedray.engine.grammar.rules import EMPTY, NOTHING, Node, Ref, Repeat, Rules, Text, choice, sequence
 from pagedray.engine.grammar.schema_syntax import check_syntax, kind_of
 
@@ -40,14 +48,6 @@ MAX_DIVISOR = 1000
 MAX_MULTIPLE = 10**6  # of multipleOf, where there is no other bound
 MAX_LENGTH = 1_000_000
 
-TYPES = ("object", "array", "string", "integer", "fraction", "boolean", "null")  # number = integer or fraction
-KEYWORDS_OF = {
-    "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames",
-               "minProperties", "maxProperties"),
-    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
-    "string": ("pattern", "format", "minLength", "maxLength"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-}  # fmt: skip
 REFUSED = {
     "not": "write the values that are allowed instead",
     "if": "write anyOf with one schema for each case instead",
@@ -68,16 +68,6 @@ ROOT_URI = "urn:schema"
 
 T = TypeVar("T")
 PARTS = "pagedray:parts"
-
-
-class Part(msgspec.Struct, frozen=True, eq=False):
-    """A schema object and where it stands. Known by identity: the same place of a document is the same part."""
-
-    schema: dict[str, Any]
-    path: str
-
-
-Parts = tuple[Part, ...]
 
 
 def parse_json(text: str) -> Any:
@@ -185,7 +175,7 @@ class SchemaRules:
             )
         inside = (*inside, id(schema))
         if "$ref" in schema:
-            if not _says_something({name: value for name, value in schema.items() if name != "$ref"}):
+            if not says_something({name: value for name, value in schema.items() if name != "$ref"}):
                 self._references.add(id(schema))
             target, where = self._resolve(schema["$ref"], path)
             if not self._flatten(target, where, parts, inside):
@@ -196,7 +186,7 @@ class SchemaRules:
         part = self._part(schema, path)
         if "$ref" in schema or "allOf" in schema:
             part = self._without(part, "$ref", "allOf")
-        if _says_something(part.schema):
+        if says_something(part.schema):
             parts[id(part.schema)] = part
         return True
 
@@ -275,7 +265,7 @@ class SchemaRules:
                 if keyword in part.schema:
                     return self._alternatives(part, keyword, parts, name)
         nodes: list[Node] = []
-        types = _types(parts)
+        types = types_of(parts)
         if "object" in types:
             nodes.append(self._object(parts))
         if "array" in types:
@@ -315,6 +305,8 @@ class SchemaRules:
             return bool(validator.is_valid(value)) and self._matches_format(value, part)
         except re.error as error:
             _refuse("pattern", part.path, f"is broken: {error}")
+        except RecursionError:
+            _refuse("$ref", part.path, "leads back to itself")
 
     def _matches_format(self, value: Any, part: Part) -> bool:
         name = part.schema.get("format")
@@ -324,7 +316,7 @@ class SchemaRules:
 
     def _alternatives(self, part: Part, keyword: str, parts: Parts, name: str) -> Node:
         rest = [self._without(other, keyword) if other is part else other for other in parts]
-        rest = [other for other in rest if _says_something(other.schema)]
+        rest = [other for other in rest if says_something(other.schema)]
         branches: list[Parts] = []
         for i, schema in enumerate(part.schema[keyword]):
             found = {id(other.schema): other for other in rest}
@@ -342,7 +334,7 @@ class SchemaRules:
 
     def _are_disjoint(self, a: Parts, b: Parts, depth: int) -> bool:
         """Whether no value satisfies both, as far as that is easily seen."""
-        if not set(_types(a)) & set(_types(b)):
+        if not set(types_of(a)) & set(types_of(b)):
             return True
         for one, other in ((a, b), (b, a)):
             for part in one:
@@ -351,16 +343,16 @@ class SchemaRules:
                     both = (*one, *other)
                     if not any(all(self._is_valid(value, p) for p in both) for value in values):
                         return True
-        common = set(_types(a)) & set(_types(b))
+        common = set(types_of(a)) & set(types_of(b))
         if common != {"object"} or depth > 3:
             return False
-        for name in _required(a) | _required(b):
-            if name in _required(a) and name in _required(b):
+        for name in required_of(a) | required_of(b):
+            if name in required_of(a) and name in required_of(b):
                 flat_a, flat_b = self._property(a, name), self._property(b, name)
                 if flat_a is None or flat_b is None or self._are_disjoint(flat_a, flat_b, depth + 1):
                     return True
             for one, other in ((a, b), (b, a)):
-                if name in _required(one) and self._property(other, name) is None:
+                if name in required_of(one) and self._property(other, name) is None:
                     return True
         return False
 
@@ -373,7 +365,7 @@ class SchemaRules:
     # Strings
 
     def _string(self, parts: Parts) -> Node:
-        low, high = _bounds(parts, "minLength", "maxLength")
+        low, high = bounds_of(parts, "minLength", "maxLength")
         path = parts[0].path if parts else "$"
         if max(low, high or 0) > MAX_LENGTH:
             _refuse("minLength" if low > MAX_LENGTH else "maxLength", path, f"may be at most {MAX_LENGTH}")
@@ -427,7 +419,7 @@ class SchemaRules:
     # Arrays
 
     def _array(self, parts: Parts) -> Node:
-        low, high = _bounds(parts, "minItems", "maxItems")
+        low, high = bounds_of(parts, "minItems", "maxItems")
         unique = [part for part in parts if part.schema.get("uniqueItems")]
         if unique and (high is None or high > 1):
             return self._unique_items(unique[0], parts, low, high)
@@ -487,13 +479,13 @@ class SchemaRules:
         if len(kept) * (high + 1) > MAX_COUNTED:
             _refuse("uniqueItems", unique.path, f"with {len(kept)} values is too much to count")
         members = [(json_text.constant(value), False) for value in kept]
-        return sequence(Text("["), _Members(self._rules, members, None, low, high).node(), Text("]"))
+        return sequence(Text("["), Members(self._rules, members, None, low, high).node(), Text("]"))
 
     # Objects
 
     def _object(self, parts: Parts) -> Node:
-        low, high = _bounds(parts, "minProperties", "maxProperties")
-        required = _required(parts)
+        low, high = bounds_of(parts, "minProperties", "maxProperties")
+        required = required_of(parts)
         declared = list(dict.fromkeys(name for part in parts for name in part.schema.get("properties", ())))
         names = [
             *declared,
@@ -526,7 +518,7 @@ class SchemaRules:
         counts = low > num_required or high is not None
         if counts and len(members) * ((high or low) + 1) > MAX_COUNTED:
             _refuse("maxProperties" if high else "minProperties", path, "is too much to count")
-        body = _Members(self._rules, members, None if others == NOTHING else others, low, high).node()
+        body = Members(self._rules, members, None if others == NOTHING else others, low, high).node()
         return sequence(Text("{"), body, Text("}"))
 
     def _property(self, parts: Parts, name: str) -> Parts | None:
@@ -626,11 +618,11 @@ class SchemaRules:
         if values is not None:
             return automaton.words(v for v in values if isinstance(v, str) and self._is_valid(v, part))
         extra = set(schema) - {"type", "pattern", "format", "minLength", "maxLength", "title", "description"}
-        if extra or "string" not in _types((part,)):
+        if extra or "string" not in types_of((part,)):
             _refuse(
                 "propertyNames", path, f"may have type string, enum, pattern, format and lengths, got {sorted(schema)}"
             )
-        low, high = _bounds((part,), "minLength", "maxLength")
+        low, high = bounds_of((part,), "minLength", "maxLength")
         automata = [_named("propertyNames", path, lambda: automaton.lengths(low, high))]
         if "pattern" in schema:
             automata.append(self._automaton("pattern", schema["pattern"], path))
@@ -646,106 +638,6 @@ class SchemaRules:
         automata = [base, *(self._automaton("patternProperties", p, part.path) for part, p in patterns)]
         found = _named("patternProperties", path, lambda: automaton.classify(automata, [True, *chosen]))
         return NOTHING if found.is_empty else found.to_node(self._rules, json_text.quoted_chars)
-
-
-class _Members:
-    """A list of members in fixed order with commas between: some required, others not, then perhaps free ones.
-
-    Args:
-        members: node, and whether it must be there.
-        others: a free member, of which there may be any number at the end; None: there is none.
-        low, high: how many members there are together.
-    """
-
-    def __init__(
-        self,
-        rules: Rules,
-        members: list[tuple[Node, bool]],
-        others: Node | None,
-        low: int,
-        high: int | None,
-    ):
-        self._rules = rules
-        self._members = members
-        self._others = others
-        self._low, self._high = low, high
-        num_required = sum(is_required for _, is_required in members)
-        self._counts = low > num_required or high is not None
-
-    def node(self) -> Node:
-        # From the end: each state needs those behind it, and recursion would be as deep as there are members.
-        top = len(self._members)
-        nodes: dict[tuple[int, int], Node] = {}
-        for i in reversed(range(top + 1)):
-            for count in range(self._most(i) + 1):
-                nodes[i, count] = self._end(count) if i == top else self._state(i, count, nodes)
-        return nodes[0, 0]
-
-    def _most(self, index: int) -> int:
-        return index if self._counts else min(index, 1)
-
-    def _state(self, index: int, count: int, nodes: dict[tuple[int, int], Node]) -> Node:
-        member, is_required = self._members[index]
-        following = count + 1 if self._counts else 1
-        taken = sequence(*([COMMA] if count else []), member, nodes[index + 1, following])
-        if self._high is not None and count >= self._high:
-            taken = NOTHING
-        if is_required:
-            return taken
-        left = nodes[index + 1, count]
-        if left == NOTHING:
-            return taken
-        either = choice(taken, left)
-        # A rule of its own, where both this member's predecessor and the one before lead here.
-        return either if count == 0 else self._rules.add(either)
-
-    def _end(self, count: int) -> Node:
-        low = max(0, self._low - count) if self._counts else 0
-        high = None if self._high is None else self._high - count
-        if high is not None and high < low:
-            return NOTHING
-        if self._others is None or high == 0:
-            return EMPTY if low == 0 else NOTHING
-        if low > 1:  # free ones may be the same one twice, which then counts once
-            return NOTHING
-        if count:
-            return Repeat(sequence(COMMA, self._others), low, high)
-        again = Repeat(sequence(COMMA, self._others), max(0, low - 1), None if high is None else high - 1)
-        some = sequence(self._others, again)
-        return choice(some, EMPTY) if low == 0 else some
-
-
-def _types(parts: Parts) -> tuple[str, ...]:
-    """Types that a conjunction allows: those of its `type` keywords, or those that its other keywords are about."""
-    left = set(TYPES)
-    is_said = False
-    for part in parts:
-        said = part.schema.get("type")
-        if said is not None:
-            is_said = True
-            named = {said} if isinstance(said, str) else set(said)
-            left &= named | ({"integer", "fraction"} if "number" in named else set())
-    if not is_said:
-        about = {kind for kind, words in KEYWORDS_OF.items() for part in parts if any(w in part.schema for w in words)}
-        if about:
-            left = about | ({"integer", "fraction"} if "number" in about else set())
-    return tuple(name for name in TYPES if name in left)
-
-
-def _required(parts: Parts) -> set[str]:
-    return {name for part in parts for name in part.schema.get("required", ())}
-
-
-def _bounds(parts: Parts, low: str, high: str) -> tuple[int, int | None]:
-    lows = [int(part.schema[low]) for part in parts if low in part.schema]
-    highs = [int(part.schema[high]) for part in parts if high in part.schema]
-    return max(lows, default=0), min(highs, default=None)
-
-
-def _says_something(schema: dict[str, Any]) -> bool:
-    words = {word for group in KEYWORDS_OF.values() for word in group}
-    words |= {"type", "enum", "const", "anyOf", "oneOf", "unevaluatedProperties"}
-    return any(word in words for word in schema)
 
 
 def _pattern_node(keyword: str, pattern: str, path: str) -> Node:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
+
+from pagedray.engine.errors import UserError
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag"]
 
@@ -23,4 +25,9 @@ class GrammarSource(msgspec.Struct, frozen=True):
 
     kind: GrammarKind
     text: str
-    param: str  # the client's name of the field, such as "response_format.json_schema.schema"; errors carry it
+    param: str = "grammar"  # the client's name of the field, e.g. "response_format.json_schema.schema", for errors
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            known = ", ".join(get_args(GrammarKind))
+            raise UserError(f"a grammar's kind must be one of {known}, not {self.kind!r}", self.param)

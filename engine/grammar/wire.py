@@ -36,6 +36,7 @@ class Result(msgspec.Struct, frozen=True):
     data: bytes = b""  # xgrammar's serialization, compressed by zlib
     refusal: str = ""  # what is wrong with the source
     is_overload: bool = False  # nothing is wrong with it, but too many slow ones are there
+    is_lasting: bool = True  # it would be the same another time, when the machine has less to do
 
 
 def frame(message: msgspec.Struct) -> bytes:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import xgrammar
 
 NEVER = np.iinfo(np.int64).max  # beyond every position
-MOST_PENDING = 8  # steps whose tokens nobody needed yet: more than are ever in flight, so the oldest is done
+MOST_PENDING = 8  # steps whose tokens nobody needed yet: as a rule more than are in flight, so the oldest is done
 MOST_THREADS = 8  # that fill masks at once
 
 

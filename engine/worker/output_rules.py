@@ -47,9 +47,9 @@ class OutputRules:
     @property
     def is_over(self) -> bool:
         """Nothing restricts the output any more: it has ended, or only its reasoning was restricted."""
-        if self._bad is not None:
+        if self.place is not Place.AFTER:
             return False
-        return self.place is Place.AFTER and (self._matcher is None or self._matcher.is_terminated())
+        return self._bad is None if self._matcher is None else self._matcher.is_terminated()
 
     @property
     def next_matcher(self) -> xgrammar.GrammarMatcher | None:

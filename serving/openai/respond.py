@@ -275,22 +275,22 @@ async def _whole(job: Job, answer: Answer, send: Send) -> None:
         job.form.add(deltas)
     body = msgspec.json.encode(job.form.body(usage_of(job, answer)))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await _send(send, {"type": "http.response.start", "status": 200, "headers": headers})
-    await _send(send, {"type": "http.response.body", "body": body})
+    await send_part(send, {"type": "http.response.start", "status": 200, "headers": headers})
+    await send_part(send, {"type": "http.response.body", "body": body})
 
 
 async def _stream(job: Job, answer: Answer, send: Send) -> None:
     """One send per delivery. An error after the start becomes an event, then the stream ends as usual."""
     form = job.form
-    await _send(send, {"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
+    await send_part(send, {"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
     try:
         data = form.begin(sum(map(len, job.prompts)))
         if data:
-            await _send(send, {"type": "http.response.body", "body": data, "more_body": True})
+            await send_part(send, {"type": "http.response.body", "body": data, "more_body": True})
         while deltas := await answer.next():
             data = form.chunks(deltas, usage_of(job, answer) if job.usage_with_each else None)
             if data:
-                await _send(send, {"type": "http.response.body", "body": data, "more_body": True})
+                await send_part(send, {"type": "http.response.body", "body": data, "more_body": True})
         end = form.end(usage_of(job, answer))
     except ClientDisconnect:
         raise
@@ -299,10 +299,11 @@ async def _stream(job: Job, answer: Answer, send: Send) -> None:
     except Exception:
         log.exception("writing a stream failed")
         end = form.failed(None)
-    await _send(send, {"type": "http.response.body", "body": end, "more_body": False})
+    await send_part(send, {"type": "http.response.body", "body": end, "more_body": False})
 
 
-async def _send(send: Send, message: dict[str, Any]) -> None:
+async def send_part(send: Send, message: dict[str, Any]) -> None:
+    """Raises ClientDisconnect."""
     try:
         await send(message)
     except OSError:  # how some servers tell that the client left

@@ -193,7 +193,7 @@ def _inside(tool: Tool) -> Format:
     **{...}."""
     schema = arguments_schema(tool)
     schemas = properties(tool)
-    listed = schema.get("required", []) if _is_plain(schema) else []
+    listed = frozenset(schema.get("required", ())) if _is_plain(schema) else frozenset()
     required = [name for name in schemas if name in listed]
     rest = [name for name in schemas if name not in listed]
     if not _is_plain(schema) or (not required and len(rest) > _MAX_LISTED_OPTIONAL):
@@ -206,7 +206,7 @@ def _inside(tool: Tool) -> Format:
         return sequence(const(f"{lead}{name}="), {"type": "json_schema", "json_schema": own})
 
     def further(names: Sequence[str]) -> list[Format]:
-        return [argument(name, ", ") if name in required else optional(argument(name, ", ")) for name in names]
+        return [argument(name, ", ") if name in listed else optional(argument(name, ", ")) for name in names]
 
     if required:
         return sequence(argument(required[0], ""), *further([*required[1:], *rest]))

@@ -98,6 +98,14 @@ async def test_a_lost_store_is_followed_by_an_empty_one(fault: Any) -> None:
     assert await store.get("resp_1") == RECORD
 
 
+async def test_events_are_not_appended_twice() -> None:
+    store = LocalStore(first := LocalActor(), LocalActor())
+    await store.put(RECORD)
+    first.fault = unreachable
+    with pytest.raises(EngineUnavailable, match="can't be reached"):
+        await store.append("resp_1", (b"0",))
+
+
 @pytest.mark.parametrize("fault", [silent, broken])
 async def test_a_store_that_fails_is_unavailable(fault: Any) -> None:
     store = LocalStore(LocalActor(fault))

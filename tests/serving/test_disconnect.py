@@ -135,6 +135,26 @@ async def test_a_send_that_fails_frees_everything() -> None:
         await rig.idle()
 
 
+async def test_a_send_that_fails_ends_the_reading_of_a_background_response(caplog: pytest.LogCaptureFixture) -> None:
+    async with Rig(SlowFakeWorker) as rig:
+        fields = {"model": "fake", "input": "x", "max_output_tokens": 20, "stream": True, "background": True}
+        messages = [{"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if len(sent) == 2:
+                raise BrokenPipeError
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/responses", "headers": [], "query_string": b""}
+        await rig.app(scope, receive, send)
+        assert len(sent) == 2 and "unexpected error" not in caplog.text
+        await rig.idle()
+
+
 async def test_a_reader_that_stops_holds_up_nobody_and_loses_nothing() -> None:
     async with Rig() as rig:
         body = json.dumps({"model": "fake", "prompt": "x", "max_tokens": 300, "stream": True}).encode()

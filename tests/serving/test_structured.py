@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from pagedray.engine.grammar.source import GrammarSource
+from pagedray.serving.grammars import Grammars
 from tests.fakes import BROKEN
 from tests.serving.rig import Rig, ScriptedGrammars, texts
 from tests.serving.scripted import says
@@ -223,3 +224,14 @@ async def test_real_compilation_names_what_is_wrong() -> None:
             error = check(await rig.post("/v1/chat/completions", body), 400, param)
             assert said in error["message"]
         assert (await rig.chat(messages=USER))["choices"][0]["message"]["content"] == "x"
+
+
+async def test_a_vocabulary_that_could_not_be_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Rig() as rig:
+        grammars, facts = Grammars(rig.tokenizer, 30.0), rig.links[0].facts  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr("pagedray.serving.grammars.make_vocabulary", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                await grammars.start(facts)
+        await grammars.start(facts)
+        await grammars.close()

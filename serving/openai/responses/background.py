@@ -52,8 +52,8 @@ class Background:
                 await asyncio.wait((reading, watching), return_when=asyncio.FIRST_COMPLETED)
                 if not reading.done():
                     form.cancel(usage_of(job, answer))
-                    reading.cancel()
             finally:
+                reading.cancel()
                 watching.cancel()
                 await asyncio.gather(reading, watching, return_exceptions=True)
         await self._keep(form)

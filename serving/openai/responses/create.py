@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from pagedray.serving.openai.responses.schema import (
     TextConfig,
     parse_request,
 )
-from pagedray.serving.openai.responses.store import ResponseStore, find_chain, items_of, new_id
+from pagedray.serving.openai.responses.store import ResponseStore, find_chain, new_id, read_items
 from pagedray.serving.openai.responses.tools import Tools, read_format, read_tools
 
 # The engine's names of fields, and those of chat completions, as this API has them.
@@ -42,7 +41,6 @@ NAMES = {
     "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning.effort",
 }
-THREAD_BYTES = 2**18  # more is decoded off the event loop, which serves all streams meanwhile
 TOOL_PATH = re.compile(r"(tools\[\d+\])\.function\b")
 
 
@@ -70,11 +68,7 @@ async def read_request(
     items = await read_input(wire.input, store)
     earlier: list[Item] = []
     if wire.previous_response_id is not None:
-        records = await find_chain(store, wire.previous_response_id)
-        if sum(record.size_bytes for record in records) < THREAD_BYTES:
-            earlier = items_of(records)
-        else:
-            earlier = await asyncio.to_thread(items_of, records)
+        earlier = await read_items(await find_chain(store, wire.previous_response_id))
     check_results([*earlier, *items])
     messages = to_messages([*earlier, *items])
     if wire.reasoning is not None and wire.reasoning.context == "current_turn":

@@ -17,12 +17,12 @@ from pagedray.engine.errors import EngineUnavailable, PagedrayError, UserError
 from pagedray.serving.disconnect import unless_disconnected
 from pagedray.serving.limits import own_path, parse_object, read_body
 from pagedray.serving.openai import sse
-from pagedray.serving.openai.respond import Call, Context, Endpoint, Job, deliver_answer
+from pagedray.serving.openai.respond import Call, Context, Endpoint, Job, deliver_answer, send_part
 from pagedray.serving.openai.responses import create
 from pagedray.serving.openai.responses.background import Background
 from pagedray.serving.openai.responses.form import ResponseForm, error_event
 from pagedray.serving.openai.responses.schema import Include
-from pagedray.serving.openai.responses.store import ResponseStore, find, items_of, not_stored
+from pagedray.serving.openai.responses.store import ResponseStore, find, not_stored, read_items
 from pagedray.serving.refusals import UnsupportedPath
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ class ResponsesApi:
                 await self._send_events(form.id, 0, send)
             else:
                 headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(record.body))]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": record.body})
+                await send_part(send, {"type": "http.response.start", "status": 200, "headers": headers})
+                await send_part(send, {"type": "http.response.body", "body": record.body})
         elif form.is_kept:
             await deliver_answer(context, job, call, self._keeping(form, send))
         else:
@@ -127,7 +127,7 @@ class ResponsesApi:
         query = Query(request)
         query.check_include()
         record = await find(self._store, request.path_params["id"])
-        items = items_of((await self._store.chain(record.id))[:-1]) + record.input_items()
+        items = await read_items((await self._store.chain(record.id))[:-1]) + record.input_items()
         if query.one_of("order", ("desc", "asc")) == "desc":
             items.reverse()
         after = query.text("after")
@@ -162,7 +162,7 @@ class ResponsesApi:
 
     async def _send_events(self, response_id: str, first: int, send: Send) -> None:
         """Events of a background response from number `first` on, as they come, to the last one."""
-        await send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
+        await send_part(send, {"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
         is_last, data = False, b""
         while not is_last:
             try:
@@ -173,7 +173,7 @@ class ResponsesApi:
             except PagedrayError as error:
                 is_last, data = True, error_event(error, first)
             if data or is_last:
-                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+                await send_part(send, {"type": "http.response.body", "body": data, "more_body": not is_last})
 
 
 class Query:

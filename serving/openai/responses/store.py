@@ -21,6 +21,7 @@ from pagedray.engine.errors import UserError
 
 OWNER_POLL_S = 10.0  # how long `is_wanted` waits; a running response whose owner has not asked for longer is lost
 OWNER_LOST_S = 30.0
+THREAD_BYTES = 2**18  # more is decoded off the event loop, which serves all streams meanwhile
 
 
 class NotStored(UserError):
@@ -112,6 +113,7 @@ class _Entry:
 
     def __init__(self) -> None:
         self.events: list[bytes] = []
+        self.events_bytes = 0
         self.size_bytes = 0
         self.used_s = 0.0
         self.heard_s = 0.0
@@ -208,6 +210,7 @@ class MemoryStore:
         entry = self._use(response_id)
         if entry is not None:
             entry.events += events
+            entry.events_bytes += sum(map(len, events))
             self._resize(entry)
             entry.change()
 
@@ -266,7 +269,7 @@ class MemoryStore:
 
     def _resize(self, entry: _Entry) -> None:
         """Count an entry again; then let others, and at last itself, make room."""
-        size = entry.record.size_bytes + sum(map(len, entry.events))
+        size = entry.record.size_bytes + entry.events_bytes
         self.size_bytes += size - entry.size_bytes
         entry.size_bytes = size
         limits = self._config
@@ -320,8 +323,14 @@ async def find_chain(store: ResponseStore, response_id: str) -> list[Record]:
     return records
 
 
-def items_of(records: Sequence[Record]) -> list[dict[str, Any]]:
+async def read_items(records: Sequence[Record]) -> list[dict[str, Any]]:
     """What was said in responses that go on from each other: input and output of each."""
+    if sum(record.size_bytes for record in records) < THREAD_BYTES:
+        return _items_of(records)
+    return await asyncio.to_thread(_items_of, records)
+
+
+def _items_of(records: Sequence[Record]) -> list[dict[str, Any]]:
     return [item for record in records for item in [*record.input_items(), *record.response()["output"]]]
 
 

@@ -57,7 +57,8 @@ def test_a_prompt_is_answered_once(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["chat", "--url", api.url, "hello"]) == ExitCode.OK
     assert capsys.readouterr() == ("1:hello\n", "")
     assert [asked.path for asked in api.asked] == ["/v1/models", "/v1/chat/completions"]
-    assert api.posted == [{"model": "first", "messages": [{"role": "user", "content": "hello"}], "stream": True}]
+    said = [{"role": "user", "content": "hello"}]
+    assert api.posted == [{"model": "first", "messages": said, "stream": True, "max_tokens": 1024}]
     assert "authorization" not in api.asked[1].headers
 
 
@@ -209,6 +210,7 @@ class Typist:
     def __init__(self, home: Path, *args: str):
         self._mine, theirs = pty.openpty()
         environ = {**os.environ, "TERM": "xterm", "XDG_STATE_HOME": str(home), "PYTHONPATH": str(ROOT)}
+        environ.pop("NO_COLOR", None)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pagedray.deployments.cli", "chat", *args],
             stdin=theirs,

@@ -233,6 +233,14 @@ def test_several_engines_are_refused(files: Files, tmp_path: Path, capsys: pytes
     assert "num_engine_replicas is 2" in capsys.readouterr().err
 
 
+def test_an_unknown_parser_is_found_before_the_model_is_loaded(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files.write(line("a"))
+    assert main([*files.args, "/nowhere", "--tool-call-parser", "other"]) == ExitCode.FAILED
+    assert "tool_call_parser 'other' is unknown" in capsys.readouterr().err
+
+
 REQUESTS = [
     line("text", prompt="The sky", max_tokens=6),
     line("n", prompt=["a", "b"], n=2, max_tokens=3),

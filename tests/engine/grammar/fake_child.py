@@ -22,7 +22,7 @@ def build(job: Job) -> bytes:
     elif order == "eat":
         hoard = []
         while True:
-            hoard.append(bytearray(2**24))
+            hoard.append(bytearray(2**28))
     elif order == "recurse":
         return build(job)
     elif order == "signal":

@@ -49,6 +49,10 @@ class Process:
                 self._results[result.id] = result
         return self._results[job_id]
 
+    def has_result(self, job_ids: list[int]) -> bool:
+        """Whether one of them has been answered so far."""
+        return not self._results.keys().isdisjoint(job_ids)
+
     def do(self, order: str) -> Result:
         return self.result(self.send(order))
 
@@ -100,13 +104,11 @@ def test_a_job_that_misbehaves_is_refused_and_others_are_served(process: Process
 
 def test_slow_jobs_leave_room_for_others(process: Process) -> None:
     """More than may run at once, before a good one: it still comes first, and each slow one has its answer in time."""
-    start_s = time.monotonic()
     slow = [process.send("spin 60") for _ in range(6)]
     assert process.do("good").data == b"good"
-    answered_s = time.monotonic() - start_s
+    assert not process.has_result(slow)
     results = [process.result(job_id) for job_id in slow]
     assert all(result.refusal for result in results)
-    assert answered_s < time.monotonic() - start_s
     assert any(not result.is_overload for result in results)
 
 
@@ -129,11 +131,10 @@ def test_no_answer_comes_later_than_the_limit_of_time() -> None:
 
 def test_workers_end_with_the_process(process: Process) -> None:
     worker = int(process.do("pid").data)
-    busy = process.send("spin 60")
+    process.send("spin 60")
     process.do("beside")
     process.process.kill()
     process.process.wait()
-    assert busy
     _wait_for_end(worker)
 
 

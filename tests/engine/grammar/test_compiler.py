@@ -182,6 +182,14 @@ async def test_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPat
     await compiler.close()
 
 
+async def test_a_process_that_talks_nonsense_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHILD", r"import os, sys; os.write(1, b'\x01\0\0\0?'); sys.stdin.read()")
+    compiler = GrammarCompiler(byte_vocabulary(), TIMEOUT_S)
+    with pytest.raises(EngineUnavailable, match="can't be used"):
+        await asyncio.wait_for(compiler.compile(source("regex", "a")), 30)
+    await compiler.close()
+
+
 async def test_closing_ends_what_waits() -> None:
     compiler = GrammarCompiler(byte_vocabulary(), TIMEOUT_S)
     waiting = asyncio.create_task(compiler.compile(source("regex", "a")))

@@ -48,3 +48,12 @@ def test_a_broken_grammar_is_told(llm: LLM) -> None:
 def test_as_many_grammars_as_prompts(llm: LLM) -> None:
     with pytest.raises(UserError, match="2 grammars for 3 prompts"):
         outputs(llm, [AB, CD])
+
+
+def test_what_is_no_grammar_is_refused_before_anything_is_started(llm: LLM) -> None:
+    with pytest.raises(UserError, match=r"one of json_object.*'regexp'"):
+        GrammarSource("regexp", "a")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="not dict"):
+        outputs(llm, {"regex": "a"})
+    with pytest.raises(UserError, match="GrammarSource or None, not 'a'"):
+        outputs(llm, ["a", None, None])

@@ -280,10 +280,11 @@ def test_the_end_of_an_output_whose_row_was_freed_is_not_its_successors(compiler
     assert re.fullmatch(b"[0-9]{4}", text(SMALL, rows.output(0)))
 
 
-def test_an_output_that_ended_takes_whatever_comes_until_its_row_is_freed(compiler: Compiler) -> None:
+@pytest.mark.parametrize("bad", [(), ((120, 121),)])
+def test_an_output_that_ended_takes_whatever_comes_until_its_row_is_freed(compiler: Compiler, bad: Any) -> None:
     """Steps that were planned before its end was known."""
     rows = Rows(1, SMALL, noise)
-    rows.add(0, "a", params(compiler.regex("ab")))
+    rows.add(0, "a", params(compiler.regex("ab"), bad_sequences=bad))
     rows.finish(0)
     for _ in range(3):
         rows.step(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -364,3 +365,11 @@ def test_an_answer_of_a_form_or_calls(compiler: xgrammar.GrammarCompiler, tool: 
     assert xgrammar.GrammarMatcher(grammar).accept_string(begin + '{"total": 3}')
     assert not xgrammar.GrammarMatcher(grammar).accept_string(begin + "Three")
     assert answer_or_calls(setup, (), True, source) == answer_grammar(setup, source)
+
+
+def test_the_grammar_of_a_tool_with_many_arguments_takes_no_squared_time() -> None:
+    names = [f"name{i}" for i in range(20_000)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names}
+    begun_s = time.monotonic()
+    assert tool_grammar(ParserSetup("pythonic", None), [Tool("f", "", schema)], "required", True) is not None
+    assert time.monotonic() - begun_s < 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -196,3 +197,15 @@ def test_ids_are_long_random_and_tell_their_kind() -> None:
     ids = {new_id("resp") for _ in range(1000)}
     assert len(ids) == 1000
     assert all(i.startswith("resp_") and len(i) == 5 + 48 for i in ids)
+
+
+async def test_many_events_take_no_squared_time_and_their_bytes_are_given_back() -> None:
+    kept = store()
+    await kept.put(record("a", "in_progress"))
+    before, begun_s = kept.size_bytes, time.monotonic()
+    for _ in range(40_000):
+        await kept.append("a", (b"ab", b"c"))
+    assert time.monotonic() - begun_s < 5
+    assert kept.size_bytes == before + 3 * 40_000
+    assert await kept.delete("a")
+    assert kept.size_bytes == 0

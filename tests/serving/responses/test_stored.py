@@ -289,6 +289,6 @@ async def test_a_long_history_is_read_whole() -> None:
         first = await create(rig, input="x" * 3000, max_output_tokens=1)
         got = await create(rig, input="y", previous_response_id=first["id"], max_output_tokens=1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pagedray.serving.openai.responses.create.THREAD_BYTES", 100)
+            patch.setattr("pagedray.serving.openai.responses.store.THREAD_BYTES", 100)
             again = await create(rig, input="y", previous_response_id=first["id"], max_output_tokens=1)
         assert got["usage"]["input_tokens"] == again["usage"]["input_tokens"] > 3000
