@@ -19,20 +19,38 @@ from pagedray.engine.errors import UserError
 MAX_CACHED = 1024  # agents send the same tools with each turn
 MAX_CACHED_BYTES = 2**14  # of one schema
 THREAD_BYTES = 4096  # more is checked off the event loop, which serves all streams meanwhile
+MAX_OBJECTS = 5000  # in the schemas of one request, as many properties as OpenAI takes: about a second's work
 SHOWN_CHARS = 200
 
 
 async def check_schemas(schemas: Mapping[str, dict[str, Any]]) -> None:
-    """Raise UserError where a keyword has a value that draft 2020-12 doesn't allow, nor draft 7.
+    """Raise UserError where a keyword has a value that neither draft 2020-12 nor 7 allows, and for too much of all.
 
     Args:
         schemas: by where each stands in the request; the path within it is appended.
     """
+    num_objects = 0
+    for param, schema in schemas.items():
+        num_objects += _num_objects(schema)
+        if num_objects > MAX_OBJECTS:
+            raise UserError(f"{param}: the request's schemas have more than {MAX_OBJECTS} objects; shorten them", param)
     encoded = {param: msgspec.json.encode(schema) for param, schema in schemas.items()}
     if sum(map(len, encoded.values())) < THREAD_BYTES:
         _check(encoded)
     else:
         await asyncio.to_thread(_check, encoded)
+
+
+def _num_objects(value: Any) -> int:
+    num, inner = 0, [value]
+    while inner:
+        value = inner.pop()
+        if isinstance(value, dict):
+            num += 1
+            inner += value.values()
+        elif isinstance(value, list):
+            inner += value
+    return num
 
 
 def _check(encoded: Mapping[str, bytes]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagedray.engine.errors import UserError
-from pagedray.serving.schema_check import check_schemas
+from pagedray.serving.schema_check import MAX_OBJECTS, check_schemas
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,11 @@ async def test_others_go_on_while_a_long_schema_is_checked() -> None:
         num_turns += 1
     await checking
     assert num_turns > 5
+
+
+async def test_what_would_take_long_is_refused_by_its_size() -> None:
+    half = {"properties": {f"name{i}": {"enum": [{"type": "string"}]} for i in range(MAX_OBJECTS // 4)}}
+    await check_schemas({"a": half})
+    with pytest.raises(UserError, match="more than 5000 objects") as caught:
+        await check_schemas({"a": half, "b": half})
+    assert caught.value.param == "b"
