@@ -55,11 +55,22 @@ class EngineAutoscaling:
             for replica in context.running_replicas
         ]
         if self._victims is not None:
-            known = zip(context.running_replicas, loads, strict=True)
-            self._victims.hear(
-                context.deployment_id, {replica: load.worst for replica, load in known if load is not None}
-            )
+            self._victims.hear(context.deployment_id, _loads_now(context.raw_metrics or {}))
         return engines_wanted(loads, self._target_load, context.total_queued_requests or 0), {}
+
+
+def _loads_now(reports: Mapping[str, Mapping[Any, Sequence[Any]]]) -> dict[Any, float]:
+    """What each replica reported last: an average would hold what has ended against an idle one.
+
+    Args:
+        reports: by metric and replica, oldest first.
+    """
+    loads: dict[Any, float] = {}
+    for by_replica in reports.values():
+        for replica, series in by_replica.items():
+            if series:
+                loads[replica] = max(loads.get(replica, 0.0), series[-1].value)
+    return loads
 
 
 def autoscaling(server: ServerConfig) -> AutoscalingConfig:
