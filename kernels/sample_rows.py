@@ -117,7 +117,7 @@ def _scale(temperature):  # type: ignore[no-untyped-def]
 def _key(y, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Unsigned integers in the order of the floats, without the SHIFT low bits; never 0."""
     bits = tl.where(y == 0.0, 0.0, y).to(tl.uint32, bitcast=True)  # -0.0 equals 0.0
-    ordered = tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
+    ordered = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return ordered >> SHIFT
 
 
@@ -125,7 +125,7 @@ def _key(y, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
 def _logit(key, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """The number that has this key."""
     ordered = key << SHIFT
-    bits = tl.where((ordered >> 31) != 0, ordered ^ 0x80000000, ~(ordered | ((1 << SHIFT) - 1)))
+    bits = tl.where((ordered >> 31) != 0, ordered ^ 0x80000000, (ordered | ((1 << SHIFT) - 1)) ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
