@@ -22,10 +22,6 @@ class Grammars:
         self._tokenizer, self._timeout_s = tokenizer, timeout_s
         self._making: dict[tuple[int, tuple[int, ...]], asyncio.Task[GrammarCompiler]] = {}
 
-    async def start(self, facts: EngineFacts) -> None:
-        """Begin the compiler's process, so that the first grammar needn't wait for it."""
-        (await self._compiler(facts)).start()
-
     async def compile(self, source: GrammarSource, facts: EngineFacts) -> CompiledGrammar:
         """Raises what `GrammarCompiler.compile` does."""
         return await (await self._compiler(facts)).compile(source)

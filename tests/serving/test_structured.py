@@ -232,6 +232,6 @@ async def test_a_vocabulary_that_could_not_be_read_is_read_again(monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr("pagedray.serving.grammars.make_vocabulary", lambda *args: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                await grammars.start(facts)
-        await grammars.start(facts)
+                await grammars.compile(GrammarSource("regex", "a"), facts)
+        assert (await grammars.compile(GrammarSource("regex", "a"), facts)).data
         await grammars.close()
